@@ -1,0 +1,1 @@
+"""Op library: importing registers every raw op; nothing here queries a GPU."""
