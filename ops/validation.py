@@ -19,7 +19,7 @@ def check_tensor(name: str, value: object) -> None:
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
     if type(value).__name__ == "DTensor":
-        raise TypeError(f"{name}: expected a plain tensor, got a DTensor; pass {name}.to_local() (or use cp= / local shards)")
+        raise TypeError(f"{name}: expected a plain tensor, got a DTensor; pass {name}.to_local()")
 
 
 def check_rank(name: str, value: torch.Tensor, rank: int, layout: str) -> None:

@@ -1,0 +1,1 @@
+"""Float64 oracles the tests compare with."""
