@@ -5,4 +5,9 @@ Importing registers the ops `torch.ops.ple_gdn.*`; it patches nothing and touche
 
 from __future__ import annotations
 
+from .ops.kcp.partition import kcp_partition
+from .ops.kcp.planner import kcp_plan, kcp_plan_row
+
 __version__ = "0.1.0"
+
+__all__ = ["kcp_partition", "kcp_plan", "kcp_plan_row"]

@@ -1,0 +1,141 @@
+"""Who owns which tokens of a pack: contiguous, zigzag and per-document zigzag layouts over the ranks of a group.
+
+Everything here is exact integer host code, a pure function of (cu_seqlens, world_size, layout), so that every rank
+computes the same partition without talking. Definitions: GDN.md §4.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+CHUNK = 64
+LAYOUTS = ("contiguous", "zigzag", "zigzag_per_document")
+
+
+class Fragment(NamedTuple):
+    """A maximal contiguous run of one document on one rank: tokens [start, end) of the pack.
+
+    has_pred / has_succ: the document goes on before / after this run on another rank. The chunk grid restarts at start.
+    """
+
+    rank: int
+    document: int
+    start: int
+    end: int
+    num_chunks: int
+    has_pred: bool
+    has_succ: bool
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Ownership of every token of a pack. Local order on a rank is ascending global position."""
+
+    cu_seqlens: tuple[int, ...]
+    world_size: int
+    layout: str
+    fragments: tuple[Fragment, ...]
+
+    @cached_property
+    def by_rank(self) -> tuple[tuple[Fragment, ...], ...]:
+        rows: list[list[Fragment]] = [[] for _ in range(self.world_size)]
+        for fragment in self.fragments:
+            rows[fragment.rank].append(fragment)
+        return tuple(map(tuple, rows))
+
+    @property
+    def total_tokens(self) -> int:
+        return self.cu_seqlens[-1]
+
+    def local_tokens(self, rank: int) -> int:
+        """Number of tokens rank owns."""
+        return sum(f.end - f.start for f in self.by_rank[rank])
+
+    def positions(self, rank: int) -> torch.Tensor:
+        """Global position of each of the rank's tokens, int64 [local_tokens(rank)], in local order."""
+        runs = [torch.arange(f.start, f.end) for f in self.by_rank[rank]]
+        return torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64)
+
+    def local_cu_seqlens(self, rank: int) -> list[int]:
+        """Boundaries of the rank's fragments in local positions, one entry more than fragments."""
+        bounds = [0]
+        for fragment in self.by_rank[rank]:
+            bounds.append(bounds[-1] + fragment.end - fragment.start)
+        return bounds
+
+
+def kcp_partition(cu_seqlens: torch.Tensor | Sequence[int], world_size: int, layout: str = "contiguous") -> Partition:
+    """Splits a pack of documents over `world_size` ranks; every token is owned exactly once.
+
+    Args:
+        cu_seqlens: [N+1] document boundaries, integers, first 0, not decreasing. A tensor on a device is read once.
+        world_size: number of ranks, at least 1; ranks may own nothing.
+        layout: "contiguous" (rank r owns [rT/W, (r+1)T/W)), "zigzag" (2W blocks of the pack, rank r owns blocks r and
+            2W-1-r, which balances causal work) or "zigzag_per_document" (the same cuts inside each document).
+
+    Raises:
+        ValueError: boundaries that do not start at 0 or decrease, world_size < 1, an unknown layout.
+        TypeError: boundaries that are not integers.
+    """
+    bounds = _boundaries(cu_seqlens)
+    if isinstance(world_size, bool) or not isinstance(world_size, int):
+        raise TypeError(f"world_size: expected an int, got {type(world_size).__name__}")
+    if world_size < 1:
+        raise ValueError(f"world_size: expected at least 1, got {world_size}")
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout: expected one of {', '.join(LAYOUTS)}, got {layout!r}")
+    return Partition(bounds, world_size, layout, tuple(_fragments(bounds, world_size, layout)))
+
+
+def _boundaries(cu_seqlens: torch.Tensor | Sequence[int]) -> tuple[int, ...]:
+    if isinstance(cu_seqlens, torch.Tensor):
+        if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+            raise TypeError(
+                f"cu_seqlens: expected a 1-D int32 or int64 tensor, got {cu_seqlens.dtype} of shape "
+                f"{tuple(cu_seqlens.shape)}"
+            )
+        cu_seqlens = cu_seqlens.tolist()
+    bounds = tuple(cu_seqlens)
+    if not all(isinstance(b, int) for b in bounds):
+        raise TypeError("cu_seqlens: expected integers")
+    if not bounds or bounds[0] != 0:
+        raise ValueError(f"cu_seqlens: expected to start at 0, got {list(bounds[:1])}")
+    if any(a > b for a, b in itertools.pairwise(bounds)):
+        raise ValueError("cu_seqlens: expected non-decreasing boundaries")
+    return bounds
+
+
+def _fragments(bounds: tuple[int, ...], world: int, layout: str) -> list[Fragment]:
+    """Cut every document at the layout's cuts, drop empty pieces, merge touching pieces of one document and rank."""
+    blocks = world if layout == "contiguous" else 2 * world
+    pack_cuts = [bounds[-1] * j // blocks for j in range(blocks + 1)]
+    out: list[Fragment] = []
+    for document, (start, end) in enumerate(itertools.pairwise(bounds)):
+        if start == end:
+            continue
+        if layout == "zigzag_per_document":
+            length = end - start
+            cuts = [start + length * j // blocks for j in range(blocks + 1)]
+            first, last = 0, blocks - 1
+        else:
+            cuts = pack_cuts
+            first, last = max(bisect_right(cuts, start) - 1, 0), min(bisect_left(cuts, end), blocks) - 1
+        runs: list[list[int]] = []  # [rank, start, end]
+        for block in range(first, last + 1):
+            a, b = max(start, cuts[block]), min(end, cuts[block + 1])
+            if a >= b:
+                continue
+            rank = block if layout == "contiguous" else min(block, blocks - 1 - block)
+            if runs and runs[-1][0] == rank:
+                runs[-1][2] = b
+            else:
+                runs.append([rank, a, b])
+        out += [Fragment(r, document, a, b, -((a - b) // CHUNK), a > start, b < end) for r, a, b in runs]
+    return out
