@@ -1,1 +1,8 @@
 """Op library: importing registers every raw op; nothing here queries a GPU."""
+
+from __future__ import annotations
+
+from .gated_residual import op as gated_residual_op
+from .grouped_rms_norm import op as grouped_rms_norm_op
+
+__all__ = ["gated_residual_op", "grouped_rms_norm_op"]

@@ -1,0 +1,1 @@
+"""Gated residual: the three element-wise pieces of a hyper connection over N residual streams."""
