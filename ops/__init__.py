@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from .gated_residual import op as gated_residual_op
 from .grouped_rms_norm import op as grouped_rms_norm_op
+from .ple import op as ple_op
 
-__all__ = ["gated_residual_op", "grouped_rms_norm_op"]
+__all__ = ["gated_residual_op", "grouped_rms_norm_op", "ple_op"]

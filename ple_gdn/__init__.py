@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from .ops.kcp.partition import kcp_partition
 from .ops.kcp.planner import kcp_plan, kcp_plan_row
+from .ops.ple.op import ple_gate_conv
 from .ops.varlen import Packing, prepare_varlen
 
 __version__ = "0.1.0"
 
-__all__ = ["Packing", "kcp_partition", "kcp_plan", "kcp_plan_row", "prepare_varlen"]
+__all__ = ["Packing", "kcp_partition", "kcp_plan", "kcp_plan_row", "ple_gate_conv", "prepare_varlen"]

@@ -263,7 +263,7 @@ def ple_gate_conv(
 ) -> Tensor:
     """Per-layer embedding block after its projections: gate, grouped norm, dilated causal convolution.
 
-    Per token and stream n, with the zero-centred grouped RMS norm `rmsnorm(x; w) = x * rsqrt(mean(x^2) + eps) * (1 + w)`:
+    Per token and stream n, with the zero-centred grouped norm `rmsnorm(x; w) = x * rsqrt(mean(x^2) + eps) * (1 + w)`:
 
         score = <rmsnorm(key)_n, rmsnorm(hidden)_n> / sqrt(C)
         gate  = sigmoid(sign(score) * sqrt(max(|score|, 1e-6)))          sign(0) = 0
@@ -292,7 +292,7 @@ def ple_gate_conv(
             on it bitwise, weight gradients up to float32 summation order.
         cp: context parallelism is not available for this op; must be None.
 
-    All seven floating arguments may each be float32, bfloat16 or float16 (float64 on CPU, all seven alike), any strides.
+    The seven floating arguments may each be float32, bfloat16 or float16 (all float64: CPU only), with any strides.
 
     Returns:
         `[B, T, N*C]`, contiguous, hidden's dtype. Each gradient has its input's dtype.

@@ -11,8 +11,8 @@ Everything after the gate depends on a token only through two numbers per (token
 so a chunk of rows needs a few [rows, N*C] buffers and [T, N] scalars, never a whole-sequence intermediate.
 
 Only operations whose result for an element does not depend on where it lies in the buffer are used (add, multiply,
-divide, square root, exp, row sums): ATen's sigmoid and silu round differently in a vector body and its tail (145 of 4,007
-values with AVX-512), which would tie a row's bits to the chunk it falls in.
+divide, square root, exp, row sums): ATen's sigmoid and silu round differently in a vector body and in its tail (145 of
+4,007 values with AVX-512), which would tie a row's bits to the chunk it falls in.
 """
 
 from __future__ import annotations
