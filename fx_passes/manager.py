@@ -17,8 +17,8 @@ from .records import GraphPass, PassContext, PassFailure
 
 log = logging.getLogger("ple_gdn")
 
-# Called with (pass name, graph module) after each pass that ran; used by `capture_graphs`.
-Observer = Callable[[str, torch.fx.GraphModule], None]
+# Called after each pass that ran, with the graph as the pass left it; used by `capture_graphs`.
+Observer = Callable[[GraphPass, torch.fx.GraphModule], None]
 
 SOURCE_SUFFIXES = (".py", ".cu", ".cuh", ".cpp", ".h")
 
@@ -87,7 +87,7 @@ def run_dynamo_passes(
         for module in list(nested_graph_modules(gm)):
             run_pass(graph_pass, module, context)
         if observer is not None:
-            observer(graph_pass.name, gm)
+            observer(graph_pass, gm)
 
 
 class JointPasses(CustomGraphPass):
@@ -106,7 +106,7 @@ class JointPasses(CustomGraphPass):
         for graph_pass in self.passes:
             run_pass(graph_pass, gm, self.context)
             if self.observer is not None:
-                self.observer(graph_pass.name, gm)
+                self.observer(graph_pass, gm)
 
     def uuid(self) -> str:
         return self.key

@@ -5,11 +5,27 @@ Importing registers the ops `torch.ops.ple_gdn.*`; it patches nothing and touche
 
 from __future__ import annotations
 
+from .explain import CapturedGraphs, capture_graphs, explain
 from .ops.kcp.partition import kcp_partition
 from .ops.kcp.planner import kcp_plan, kcp_plan_row
 from .ops.ple.op import ple_gate_conv
 from .ops.varlen import Packing, prepare_varlen
+from .report import Report, compile_reports, last_report, merge_reports
 
 __version__ = "0.1.0"
 
-__all__ = ["Packing", "kcp_partition", "kcp_plan", "kcp_plan_row", "ple_gate_conv", "prepare_varlen"]
+__all__ = [
+    "CapturedGraphs",
+    "Packing",
+    "Report",
+    "capture_graphs",
+    "compile_reports",
+    "explain",
+    "kcp_partition",
+    "kcp_plan",
+    "kcp_plan_row",
+    "last_report",
+    "merge_reports",
+    "ple_gate_conv",
+    "prepare_varlen",
+]

@@ -64,14 +64,7 @@ class Compilation:
     passes: Sequence[GraphPass] = ()
     inner_compile: Callable[..., Any] = compile_fx_inner
     observer: Observer | None = None
-
-    @classmethod
-    def parse(cls, mode: str | None, options: dict[str, Any] | None) -> Compilation:
-        """Checks `mode` and `options`; raises ValueError or TypeError."""
-        ours, inductor = parse_options(options)
-        patches = {**(list_mode_options(mode) if mode else {}), **inductor}
-        passes = [p for p in fx_passes.PASSES if ours.fuse or p not in fx_passes.FUSIONS]
-        return cls(ours, patches, passes=passes)
+    last_joint_passes: Sequence[Callable[[torch.fx.Graph], None]] = ()
 
     def patches(self) -> dict[str, Any]:
         """Inductor config of this compile, the user's own joint pass running after ours."""
@@ -79,7 +72,8 @@ class Compilation:
         context = PassContext(self.options, self.records)
         ours = JointPasses(self.passes, context, cache_key(_sources(), self.options), self.observer)
         theirs = self.inductor_options.get(key, getattr(inductor_config, key))
-        chain = [ours, *(theirs if isinstance(theirs, list | tuple) else [theirs] if theirs is not None else [])]
+        theirs = theirs if isinstance(theirs, list | tuple) else [] if theirs is None else [theirs]
+        chain = [ours, *theirs, *self.last_joint_passes]
         return {**self.inductor_options, key: ChainedPass(chain) if len(chain) > 1 else ours}
 
     def run(self, gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -105,6 +99,19 @@ class Compilation:
         return compiled
 
 
+def open_compilation(mode: str | None, options: dict[str, Any] | None) -> Compilation:
+    """Checks `mode` and `options`; raises ValueError or TypeError, in a form that Dynamo passes on to the user."""
+    try:
+        ours, inductor = parse_options(options)
+    except ValueError as error:
+        raise InvalidOptionValue(str(error), first_useful_frame=None) from None
+    except TypeError as error:
+        raise InvalidOptionType(str(error), first_useful_frame=None) from None
+    patches = {**(list_mode_options(mode) if mode else {}), **inductor}
+    passes = [p for p in fx_passes.PASSES if ours.fuse or p not in fx_passes.FUSIONS]
+    return Compilation(ours, patches, passes=passes)
+
+
 def ple_gdn(
     gm: torch.fx.GraphModule,
     example_inputs: Sequence[Any],
@@ -117,12 +124,7 @@ def ple_gdn(
     Raises ValueError or TypeError, naming the valid names, for an option that is neither; a pass that fails is undone,
     reported once on the logger "ple_gdn" and listed by `ple_gdn.last_report()`.
     """
-    try:
-        compilation = Compilation.parse(mode, options)
-    except ValueError as error:
-        raise InvalidOptionValue(str(error), first_useful_frame=None) from None
-    except TypeError as error:
-        raise InvalidOptionType(str(error), first_useful_frame=None) from None
+    compilation = open_compilation(mode, options)
     compiled = compilation.run(gm, example_inputs)
     remember(gm, compilation.records)
     return compiled
