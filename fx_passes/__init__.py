@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from . import apply_options
+from . import apply_options, fuse_gated_residual, fuse_grouped_rms_norm
 from .records import GraphPass
 
 # Left out with options={"fuse": False}.
-FUSIONS: tuple[GraphPass, ...] = ()
+FUSIONS: tuple[GraphPass, ...] = (
+    fuse_grouped_rms_norm.PASS,
+    fuse_gated_residual.MIX,
+    fuse_gated_residual.DOWN,
+    fuse_gated_residual.INJECT,
+)
 
 # Stage "dynamo" runs before autograd, stage "joint" on the functionalised forward and backward.
 PASSES: tuple[GraphPass, ...] = (

@@ -13,6 +13,7 @@ the pattern and is not it. `run_pattern` then checks what all patterns share bef
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -23,15 +24,19 @@ from torch import fx
 from torch.utils._pytree import tree_map_only
 
 from ..ops.validation import FLOATS
-from .normalize import Term, is_mutation, read_term, same_shape, same_size, value_of
+from .normalize import Term, is_mutation, read_term, same_shape, value_of
 from .records import PassContext, Refusal, Rewrite
 
 # Stream counts whose division and mean are tested to round as eager does, for every 16-bit value.
 STREAM_COUNTS = (2, 3, 4, 8)
 
+# What a new node inherits from the node it replaces.
+_KEPT_META = ("nn_module_stack", "source_fn_stack", "stack_trace", "fwd_nn_module_stack", "fwd_source_fn_stack")
 _MODE_SWITCHES = frozenset(
-    ("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode", "_exit_inference_mode")
-    + ("_saved_tensors_hooks_enable", "_saved_tensors_hooks_disable")
+    (
+        *("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode", "_exit_inference_mode"),
+        *("_saved_tensors_hooks_enable", "_saved_tensors_hooks_disable"),
+    )
 )
 
 
@@ -74,7 +79,8 @@ class Chain:
         self.refresh()
 
     def refresh(self) -> None:
-        self.terms.clear()
+        for table in (self.terms, self.position, self.region, self.transformed):
+            table.clear()
         region = depth = 0
         for index, node in enumerate(self.graph.nodes):
             self.position[node] = index
@@ -160,8 +166,8 @@ def check_streams(count: Any) -> int:
     return count
 
 
-def check_plain(*nodes: Any) -> None:
-    """Refuses dtypes and tensor subclasses that no op of ours takes."""
+def check_floats(*nodes: Any) -> None:
+    """Refuses dtypes that no op of ours takes."""
     for node in nodes:
         value = value_of(node.node if isinstance(node, Reshaped) else node)
         if value.dtype not in FLOATS:
@@ -172,7 +178,7 @@ def value_name(node: fx.Node | Reshaped) -> str:
     return f"%{(node.node if isinstance(node, Reshaped) else node).name}"
 
 
-def mean_or_sum_dims(term: Term, rank: int) -> tuple[int, ...] | None:
+def reduced_dims(term: Term, rank: int) -> tuple[int, ...] | None:
     """The reduced dims counted from the left, or None for a reduction over everything."""
     dims = term.args[1]
     if dims is None:
@@ -266,7 +272,7 @@ def _insert(graph: fx.Graph, plan: Plan) -> fx.Node:
             args = tuple(materialise(value) for value in plan.args)
             result = emit("call_function", plan.op, args, dict(plan.kwargs), plan.op)
             if isinstance(result.meta["example_value"], tuple | list):
-                result = emit("call_function", _GETITEM, (result, 0), {}, _GETITEM)
+                result = emit("call_function", operator.getitem, (result, 0), {}, operator.getitem)
             value = result.meta["example_value"]
             if value.dtype != output_value.dtype or not same_shape(value.shape, output_value.shape):
                 got = f"{short(value.dtype)}{list(value.shape)}"
@@ -276,10 +282,6 @@ def _insert(graph: fx.Graph, plan: Plan) -> fx.Node:
             graph.erase_node(node)
         raise error if isinstance(error, Refuse) else Refuse(f"the op refuses: {error}") from error
     return result
-
-
-_GETITEM = __import__("operator").getitem
-_KEPT_META = ("nn_module_stack", "source_fn_stack", "stack_trace", "fwd_nn_module_stack", "fwd_source_fn_stack")
 
 
 def apply_plan(chain: Chain, plan: Plan) -> None:
@@ -301,7 +303,7 @@ def run_pattern(
         return
     chain, changed = Chain(gm.graph), False
     for node in list(gm.graph.nodes):
-        if node not in chain.position or node.graph is not gm.graph:
+        if node not in chain.position:  # erased with an earlier match
             continue
         anchor = node
         try:

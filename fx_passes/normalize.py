@@ -24,7 +24,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 @dataclass(frozen=True)
 class Term:
-    """One node as aten sees it: `op` is the aten name (or view, cast, permute, slice, opaque), `args` are in its order."""
+    """One node as aten sees it: `op` is the aten name (or view, cast, permute, slice, opaque), `args` in its order."""
 
     op: str
     args: tuple[Any, ...] = ()
@@ -79,8 +79,10 @@ _NAME_ALIASES = {
     "__pow__": "pow",
 }
 _VIEW_NAMES = frozenset(
-    ("view", "_unsafe_view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze")
-    + ("view_as", "reshape_as", "ravel", "contiguous")
+    (
+        *("view", "_unsafe_view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze"),
+        *("view_as", "reshape_as", "ravel", "contiguous"),
+    )
 )
 _CAST_NAMES = frozenset(("float", "half", "bfloat16", "to", "type", "type_as", "_to_copy"))
 _PERMUTE_NAMES = frozenset(("transpose", "permute", "swapaxes", "swapdims"))
