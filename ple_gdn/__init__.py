@@ -6,6 +6,8 @@ Importing registers the ops `torch.ops.ple_gdn.*`; it patches nothing and touche
 from __future__ import annotations
 
 from .explain import CapturedGraphs, capture_graphs, explain
+from .ops.gated_residual.op import gated_residual_down, gated_residual_inject, gated_residual_mix
+from .ops.grouped_rms_norm.op import grouped_rms_norm
 from .ops.kcp.partition import kcp_partition
 from .ops.kcp.planner import kcp_plan, kcp_plan_row
 from .ops.ple.op import ple_gate_conv
@@ -21,6 +23,10 @@ __all__ = [
     "capture_graphs",
     "compile_reports",
     "explain",
+    "gated_residual_down",
+    "gated_residual_inject",
+    "gated_residual_mix",
+    "grouped_rms_norm",
     "kcp_partition",
     "kcp_plan",
     "kcp_plan_row",
