@@ -40,8 +40,8 @@ class Weights:
 
     @classmethod
     def load(cls, query: Tensor, key: Tensor, conv: Tensor, taps: Tensor, streams: int, dtype: torch.dtype) -> Weights:
-        query, key, conv = (w.to(dtype).view(streams, -1) + 1 for w in (query, key, conv))
-        taps = taps.view(streams, query.shape[1], -1).permute(2, 0, 1).to(dtype, memory_format=torch.contiguous_format)
+        query, key, conv = (w.to(dtype).reshape(streams, -1) + 1 for w in (query, key, conv))
+        taps = taps.reshape(streams, query.shape[1], -1).permute(2, 0, 1).to(dtype).contiguous()
         return cls(query, key, conv, taps)
 
 

@@ -207,5 +207,5 @@ def ple_gate_conv_backward_reference(
         dkey_weight.flatten().to(norm_key_weight.dtype),
         dquery.flatten().to(norm_query_weight.dtype),
         dconv.flatten().to(norm_conv_weight.dtype),
-        dtaps.to(conv_weight.dtype),
+        dtaps.to(conv_weight.dtype).contiguous(),
     )
