@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from . import apply_options, fuse_gated_residual, fuse_grouped_rms_norm
+from . import apply_options, fuse_gated_residual, fuse_grouped_rms_norm, fuse_ple
 from .records import GraphPass
 
 # Left out with options={"fuse": False}.
 FUSIONS: tuple[GraphPass, ...] = (
+    fuse_ple.PASS,
     fuse_grouped_rms_norm.PASS,
     fuse_gated_residual.MIX,
     fuse_gated_residual.DOWN,

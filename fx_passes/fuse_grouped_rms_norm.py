@@ -78,11 +78,11 @@ def square_of(chain: Chain, node: Any) -> Any | None:
 
 def one_plus(chain: Chain, node: Any) -> fx.Node | None:
     """`w` if `node` is 1 + w (behind casts and views), else None."""
-    node = chain.skip(node, "cast")
+    node = chain.skip(node, casts=True)
     if chain.term(node).op != "add" or chain.term(node).args[2] != 1:
         return None
     found = chain.scalar_and_node(node)
-    return chain.skip(found[1], "cast") if found and found[0] == 1.0 else None
+    return chain.skip(found[1], casts=True) if found and found[0] == 1.0 else None
 
 
 def mean_square(chain: Chain, variance: Any) -> tuple[float, fx.Node, fx.Node] | None:
@@ -100,23 +100,21 @@ def mean_square(chain: Chain, variance: Any) -> tuple[float, fx.Node, fx.Node] |
 
 def match_norm(chain: Chain, output: fx.Node) -> Norm:
     """The grouped norm whose (possibly cast and viewed) result is `output`, or Refuse."""
-    scaled = chain.skip(output, "cast")
+    scaled = chain.skip(output, casts=True)
     if chain.term(scaled).op != "mul":
         raise Refuse(f"%{scaled.name} is not the product of a normalised value and 1 + weight")
-    for normalised, scale in chain.pairs(scaled):  # noqa: B007
-        weight = one_plus(chain, scale)
-        if weight is not None:
-            break
-    else:
+    found = [(a, weight) for a, b in chain.pairs(scaled) if (weight := one_plus(chain, b)) is not None]
+    if not found:
         raise Refuse("the norm's scale is not 1 + weight")
-    found = scaled_by_root(chain, chain.skip(normalised, "cast"))
+    normalised, weight = found[0]
+    found = scaled_by_root(chain, chain.skip(normalised, casts=True))
     if found is None:
         raise Refuse("the scaled value is not x * rsqrt(mean(x**2) + eps)")
     x, variance = found
     if (parts := mean_square(chain, variance)) is None:
         raise Refuse("the norm's root is not over mean(x**2) + eps")
     eps, squared, mean = parts
-    if chain.skip(squared, "cast") is not chain.skip(x, "cast"):
+    if chain.skip(squared, casts=True) is not chain.skip(x, casts=True):
         raise Refuse(f"the norm divides %{x.name} by the root of another value's mean square")
     return _checked_norm(chain, x, squared, mean, weight, eps)
 
@@ -174,7 +172,7 @@ def find(chain: Chain, node: fx.Node) -> Plan | None:
     if chain.term(node).op != "mul":
         return None
     for normalised, scale in chain.pairs(node):
-        rooted = scaled_by_root(chain, chain.skip(normalised, "cast"))
+        rooted = scaled_by_root(chain, chain.skip(normalised, casts=True))
         parts = mean_square(chain, rooted[1]) if rooted else None
         if parts is None:
             continue

@@ -98,23 +98,29 @@ class Chain:
             self.terms[node] = read_term(node)
         return self.terms[node]
 
-    def skip(self, node: Any, *ops: str) -> Any:
-        """Walks back over `view`, and over `cast` where it changes no dtype or where `ops` names it."""
+    def skip(self, node: Any, *, casts: bool = False) -> Any:
+        """Walks back over views and over casts that change no dtype; with `casts`, over any between floats."""
         while True:
             term = self.term(node)
             if term.op not in ("view", "cast"):
                 return node
-            if term.op == "cast" and "cast" not in ops and dtype_of(term.args[0]) != dtype_of(node):
-                return node
-            if term.op == "cast" and not is_float(term.args[0]):
-                return node
+            if term.op == "cast" and dtype_of(term.args[0]) != dtype_of(node):
+                between_floats = casts and is_float(node) and is_float(term.args[0])
+                if not between_floats:
+                    return node
             node = term.args[0]
 
-    def operand(self, node: Any, op: str, index: int = 0, *, through: tuple[str, ...] = ()) -> Any:
+    def operand(self, node: Any, op: str, *, casts: bool = False) -> Any:
         """The operand of `node` if it is (behind views) an `op`, else None."""
-        node = self.skip(node, *through)
-        term = self.term(node)
-        return term.args[index] if term.op == op else None
+        term = self.term(self.skip(node, casts=casts))
+        return term.args[0] if term.op == op else None
+
+    def factor(self, node: Any, op: str, *, casts: bool = False) -> tuple[Any, Any] | None:
+        """`(x, other)` if `node`, commutative, combines op(x) with `other`, else None."""
+        for one, other in self.pairs(node):
+            if (operand := self.operand(one, op, casts=casts)) is not None:
+                return operand, other
+        return None
 
     def pairs(self, node: Any) -> Iterator[tuple[Any, Any]]:
         """Both orders of a commutative term's operands."""
@@ -174,8 +180,9 @@ def check_floats(*nodes: Any) -> None:
             raise Refuse(f"{value_name(node)} is {short(value.dtype)}; the op takes float32, bfloat16 and float16")
 
 
-def value_name(node: fx.Node | Reshaped) -> str:
-    return f"%{(node.node if isinstance(node, Reshaped) else node).name}"
+def value_name(node: Any) -> str:
+    node = node.node if isinstance(node, Reshaped) else node
+    return f"%{node.name}" if isinstance(node, fx.Node) else repr(node)
 
 
 def reduced_dims(term: Term, rank: int) -> tuple[int, ...] | None:
