@@ -81,7 +81,7 @@ class Compilation:
         originals = [(module, GraphSnapshot(module)) for module in nested_graph_modules(gm)]
         run_dynamo_passes(gm, self.passes, PassContext(self.options, self.records), self.observer)
         try:
-            return compile_fx(gm, example_inputs, inner_compile=self.inner_compile, config_patches=self.patches())
+            return compile_fx(gm, example_inputs, inner_compile=self._generate, config_patches=self.patches())
         except Exception as error:
             control_flow = isinstance(error, TorchDynamoException) and not isinstance(error, BackendCompilerFailed)
             if control_flow or not self.records.rewrites:
@@ -94,22 +94,30 @@ class Compilation:
         )
         # Only now is it known that Inductor alone can: had it failed too, the model's own error would have been raised.
         self.records.rewrites.clear()
+        self.records.tapes.clear()
         self.records.failures.append(PassFailure("compile", f"{type(failure).__name__}: {failure}"))
         log.warning("the rewritten graph failed to compile; compiled without rewrites: %s", failure, exc_info=failure)
         return compiled
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.records.failures:
+            return self.inner_compile(*args, **kwargs)
+        # A cached graph would come back in the next process without the pass and without a word.
+        with inductor_config.patch(fx_graph_cache=False, fx_graph_remote_cache=False):
+            return self.inner_compile(*args, **kwargs)
 
 
 def open_compilation(mode: str | None, options: dict[str, Any] | None) -> Compilation:
     """Checks `mode` and `options`; raises ValueError or TypeError, in a form that Dynamo passes on to the user."""
     try:
         ours, inductor = parse_options(options)
-    except ValueError as error:
+        of_mode = list_mode_options(mode) if mode else {}
+    except (ValueError, RuntimeError) as error:
         raise InvalidOptionValue(str(error), first_useful_frame=None) from None
     except TypeError as error:
         raise InvalidOptionType(str(error), first_useful_frame=None) from None
-    patches = {**(list_mode_options(mode) if mode else {}), **inductor}
     passes = [p for p in fx_passes.PASSES if ours.fuse or p not in fx_passes.FUSIONS]
-    return Compilation(ours, patches, passes=passes)
+    return Compilation(ours, {**of_mode, **inductor}, passes=passes)
 
 
 def ple_gdn(
@@ -128,3 +136,14 @@ def ple_gdn(
     compiled = compilation.run(gm, example_inputs)
     remember(gm, compilation.records)
     return compiled
+
+
+def _reset() -> None:
+    """What `torch._dynamo.reset()` asks of a backend: drop the CUDA graphs of mode="reduce-overhead"."""
+    if torch.cuda.is_initialized():
+        from torch._inductor.cudagraph_trees import reset_cudagraph_trees
+
+        reset_cudagraph_trees()
+
+
+ple_gdn.reset = _reset
