@@ -6,6 +6,7 @@ Importing registers the ops `torch.ops.ple_gdn.*`; it patches nothing and touche
 from __future__ import annotations
 
 from .explain import CapturedGraphs, capture_graphs, explain
+from .ops.causal_conv1d.op import causal_conv1d
 from .ops.gated_residual.op import gated_residual_down, gated_residual_inject, gated_residual_mix
 from .ops.grouped_rms_norm.op import grouped_rms_norm
 from .ops.kcp.partition import kcp_partition
@@ -21,6 +22,7 @@ __all__ = [
     "Packing",
     "Report",
     "capture_graphs",
+    "causal_conv1d",
     "compile_reports",
     "explain",
     "gated_residual_down",
