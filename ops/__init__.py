@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from .causal_conv1d import op as causal_conv1d_op
+from .document_boundaries import document_boundaries_op
 from .gated_residual import op as gated_residual_op
 from .grouped_rms_norm import op as grouped_rms_norm_op
 from .ple import op as ple_op
 
-__all__ = ["causal_conv1d_op", "gated_residual_op", "grouped_rms_norm_op", "ple_op"]
+__all__ = ["causal_conv1d_op", "document_boundaries_op", "gated_residual_op", "grouped_rms_norm_op", "ple_op"]

@@ -50,6 +50,8 @@ SCHEMAS: dict[str, str] = {
         "(Tensor dy, Tensor x, Tensor weight, Tensor? bias=None, Tensor? cu_seqlens=None, *, str? activation=None) -> "
         "(Tensor dx, Tensor dweight, Tensor dbias)"
     ),
+    # Marks of a packed row -> cu_seqlens int32 [tokens // 64 + 257], filled up with empty documents. No gradient.
+    "document_boundaries": "(Tensor index, *, str kind) -> Tensor cu_seqlens",
     "grouped_rms_norm": "(Tensor x, Tensor weight, *, int group_size, float eps=1e-6) -> Tensor y",
     "grouped_rms_norm_backward": (
         "(Tensor dy, Tensor x, Tensor weight, *, int group_size, float eps=1e-6) -> (Tensor dx, Tensor dweight)"
