@@ -62,6 +62,8 @@ def run_pass(graph_pass: GraphPass, gm: torch.fx.GraphModule, context: PassConte
         graph_pass.run(gm, context)
         gm.graph.lint()
     except Exception as error:
+        if graph_pass.required:
+            raise
         snapshot.restore(gm)
         for name, mark in marks.items():
             del getattr(context.records, name)[mark:]
