@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import apply_options, fuse_gated_residual, fuse_grouped_rms_norm, fuse_ple
+from . import apply_options, fuse_gated_residual, fuse_grouped_rms_norm, fuse_ple, wire_packing
 from .records import GraphPass
 
 # Left out with options={"fuse": False}.
@@ -17,5 +17,6 @@ FUSIONS: tuple[GraphPass, ...] = (
 # Stage "dynamo" runs before autograd, stage "joint" on the functionalised forward and backward.
 PASSES: tuple[GraphPass, ...] = (
     *FUSIONS,
+    wire_packing.PASS,
     apply_options.PASS,
 )

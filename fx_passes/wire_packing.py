@@ -1,10 +1,10 @@
 """Gives every stateful part of a packed graph the document boundaries that its chunk rule was given.
 
-transformers hands `cu_seq_lens_q` (or `seq_idx`) to the chunk rule and to the short convolution only; the PLE block of the
-same layer would read across documents, and a flattening collator's position ids reach no linear-attention layer at all.
+transformers hands `cu_seq_lens_q` (or `seq_idx`) to the chunk rule and to the short convolution only; the PLE block of
+the same layer would read across documents, and a flattening collator's position ids reach no linear-attention layer.
 
 Before (cu: the boundaries, from the caller or by `document_boundaries`):
-    ids   = where(token_ids == eos, positions, -1).cummax(1)              # n-gram lookup, restarts at EOS only
+    ids   = where(token_ids == eos, positions, -1).cummax(1)              # n-gram lookup: restarts at EOS only
     y     = ple_gdn.ple_gate_conv(h, k, v, ..., None, mask, dilation=3)
     o, .. = ple_gdn.gated_delta_rule(q, k, v, g, beta, None, cu)
 
@@ -12,7 +12,7 @@ After:
     ids   = where((token_ids == eos) | last_of_document, positions, -1).cummax(1)
     y     = ple_gdn.ple_gate_conv(h, k, v, ..., cu, mask, dilation=3)
 
-A PLE convolution that was left unfused runs on a row with its (kernel - 1) * dilation rows of zeros before every document.
+A PLE convolution left unfused runs on a row with its history's length of zeros in front of every document.
 This pass is part of the meaning of the graph: if it fails, the compile fails (`GraphPass.required`).
 """
 
@@ -129,7 +129,9 @@ def _hand_in(body: fx.GraphModule, calls: list[fx.Node], boundaries: fx.Node) ->
     """`boundaries` as one more operand of the checkpoint region `body`."""
     placeholders = body.graph.find_nodes(op="placeholder")
     for call in calls:
-        if getattr(call.target, "__name__", "") != "tag_activation_checkpoint" or len(call.args) != 1 + len(placeholders):
+        if getattr(call.target, "__name__", "") != "tag_activation_checkpoint" or len(call.args) != 1 + len(
+            placeholders
+        ):
             raise NotImplementedError(f"packed rows by position_ids inside {call.target}: pass cu_seq_lens_q instead")
         call.args = (*call.args, boundaries)
     with body.graph.inserting_after(placeholders[-1]) if placeholders else body.graph.inserting_before():
@@ -198,7 +200,9 @@ def _early_enough(boundaries: fx.Node, node: fx.Node, order: dict[fx.Node, int])
     if order.get(boundaries, -1) < order[node]:
         return
     if _op_name(boundaries) != _MARK or order[boundaries.args[0]] > order[node]:
-        raise NotImplementedError(f"%{boundaries.name}, the document boundaries, is computed after %{node.name} needs it")
+        raise NotImplementedError(
+            f"%{boundaries.name}, the document boundaries, is computed after %{node.name} needs it"
+        )
     node.prepend(boundaries)
 
 
@@ -234,7 +238,7 @@ def _is_causal_depthwise(node: fx.Node) -> bool:
 
 
 def _restart_ngrams(scan: fx.Node, boundaries: fx.Node, rule: fx.Node) -> None:
-    """The last token of every document counts as an EOS, so a lookup never reaches behind its document's first token."""
+    """The last token of every document counts as an EOS: a lookup never reaches behind its document's first token."""
     where = scan.args[0]
     condition = where.args[0]
     batch, history = value_of(condition).shape
@@ -256,24 +260,26 @@ def _space_documents(conv: fx.Node, boundaries: fx.Node, rule: fx.Node) -> None:
     source, weight, bias, stride, padding, dilation, groups = read_term(conv).args
     reach = dilation[0] if isinstance(dilation, list | tuple) else dilation
     history = (value_of(weight).shape[2] - 1) * reach
-    rows, _, padded = value_of(source).shape
-    length = value_of(_argument(rule, "q")).shape[1]
-    if padding not in (0, (0,), [0]) or not same_size(padded, length + history) or not same_size(rows, 1):
+    columns, padded = value_of(source).shape[1:]
+    batch, tokens = value_of(_argument(rule, "v")).shape[:2]
+    tokens = tokens if same_size(batch, value_of(source).shape[0]) else tokens // value_of(source).shape[0]
+    if padding not in (0, (0,), [0]) or not same_size(padded, tokens + history):
         raise NotImplementedError(f"packed documents through %{conv.name}: not a left-padded causal convolution")
     emit = Emitter(conv)
-    x = emit(operator.getitem, source, (..., slice(history, None)))
+    rows = emit("transpose", emit(operator.getitem, source, (..., slice(history, None))), 0, 1)
+    x = emit("unsqueeze", emit("flatten", rows, 1), 0)
     ones = emit(torch.ones_like, emit(operator.getitem, x, (0, 0)), dtype=torch.int64)
     position = emit(operator.sub, emit("cumsum", ones, 0), 1)
     bounds = emit("long", boundaries)
     # Boundaries up to a token: at least one, so the first document has its zeros too.
     document = emit(torch.searchsorted, bounds, position, right=True)
     place = emit(operator.add, position, emit(operator.mul, document, history))
-    gaps = emit("repeat_interleave", emit(torch.zeros_like, bounds, dtype=value_of(x).dtype), history)
-    gaps = emit("expand", gaps, 1, value_of(x).shape[1], -1)
-    blank = emit(torch.cat, (emit(torch.zeros_like, source), gaps), 2)
-    spaced = emit(torch.index_copy, blank, 2, place, x)
+    room = emit("repeat_interleave", emit(torch.zeros_like, bounds, dtype=value_of(x).dtype), history)
+    room = emit("expand", emit(torch.nn.functional.pad, room, (0, history)), 1, columns, -1)
+    spaced = emit(torch.index_copy, emit(torch.cat, (emit(torch.zeros_like, x), room), 2), 2, place, x)
     out = emit(conv.target, spaced, weight, bias, stride, padding, dilation, groups)
     picked = emit("index_select", out, 2, emit(operator.sub, place, history))
+    picked = emit("transpose", emit("reshape_as", picked, rows), 0, 1)
     conv.replace_all_uses_with(picked)
     conv.graph.erase_node(conv)
 

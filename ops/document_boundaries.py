@@ -1,7 +1,7 @@
 """`document_boundaries`: per-token document marks of a packed row -> `cu_seqlens`, without a data-dependent shape.
 
-How many documents a mark tensor holds is data, and shapes must not depend on data (no device sync, no recompile). So the
-result has room for `document_capacity(tokens)` documents and is filled up with empty ones, which every op accepts.
+How many documents a mark tensor holds is data, and shapes must not depend on data (no device sync, no recompile). So
+the result has room for `document_capacity(tokens)` documents and is filled up with empty ones, which every op accepts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .validation import check_rank
 # "position_ids": a new document wherever a position is not its predecessor plus one (transformers' own rule).
 KINDS = ("seq_idx", "position_ids")
 
-# A GDN launch has room for tokens // 64 + documents chunks: tokens // 64 documents more double it, 256 more are nothing.
+# A GDN launch has room for tokens // 64 + documents chunks: tokens // 64 documents double it, 256 more are nothing.
 TOKENS_PER_DOCUMENT = 64
 ALWAYS_ROOM_FOR = 256
 

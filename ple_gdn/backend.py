@@ -33,11 +33,13 @@ from .fx_passes.records import GraphPass, PassContext, PassFailure, Records
 from .ops.torch_versions import warn_if_untested
 from .options import Options, parse_options
 from .report import remember
+from .substitutions import install_substitutions
 
 log = logging.getLogger("ple_gdn")
 
 warn_if_untested()
 lowerings.register_lowerings()
+install_substitutions()
 
 
 class InvalidOptionValue(ShortenTraceback, ValueError):
@@ -89,11 +91,13 @@ class Compilation:
             failure = error
         for module, snapshot in originals:
             snapshot.restore(module)
+        kept = Records()
+        run_dynamo_passes(gm, [p for p in self.passes if p.required], PassContext(self.options, kept), self.observer)
         compiled = compile_fx(
             gm, example_inputs, inner_compile=self.inner_compile, config_patches=self.inductor_options or None
         )
         # Only now is it known that Inductor alone can: had it failed too, the model's own error would have been raised.
-        self.records.rewrites.clear()
+        self.records.rewrites[:] = kept.rewrites
         self.records.tapes.clear()
         self.records.failures.append(PassFailure("compile", f"{type(failure).__name__}: {failure}"))
         log.warning("the rewritten graph failed to compile; compiled without rewrites: %s", failure, exc_info=failure)

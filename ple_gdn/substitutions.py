@@ -1,9 +1,9 @@
 """Python functions of other libraries that Dynamo replaces by our ops before it traces them.
 
-`torch_chunk_gated_delta_rule` unrolls one loop body per 64 tokens (a new graph for every length, minutes of compile), and
-FLA's own function breaks the graph. `torch.compiler.substitute_in_graph` takes such a function over inside a trace: eager
-calls never change, nothing is patched. It holds for the whole process, so another backend compiling the same model gets our
-op too; it is exact there as well.
+`torch_chunk_gated_delta_rule` unrolls one loop body per 64 tokens (a new graph for every length, minutes of compile),
+and FLA's own function breaks the graph. `torch.compiler.substitute_in_graph` takes such a function over inside a trace:
+eager calls never change, nothing is patched. It holds for the whole process, so another backend that compiles the same
+model gets our op too; it is exact there as well.
 
 A call that our ops do not cover traces the original function. The one exception is a packed call whose original would
 drop the boundaries and let documents read each other: that raises.
@@ -28,8 +28,9 @@ HEAD_WIDTHS = range(16, 257, 16)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DEVICES = ("cpu", "cuda")
 
-# Keyword arguments of a transformers forward that say nothing to the chunk rule or to the convolution: transformers' own
-# wrapper drops them. Their values are never looked at (an int such as max_length_q would be guarded: a recompile a step).
+# Keyword arguments of a transformers forward that say nothing to the chunk rule or to the convolution: transformers'
+# own wrapper drops them. Their values are never looked at (an int such as max_length_q would be guarded: a recompile
+# at every step).
 IGNORED_BY_HF = frozenset(
     {
         "cache",
@@ -52,7 +53,7 @@ IGNORED_BY_HF = frozenset(
 )
 PACKING_KEYWORDS = frozenset({"cu_seqlens", "cu_seq_lens_q", "seq_idx"})
 
-# FLA keywords with the only value that our op implements; `cu_seqlens_cpu` and `chunk_indices` merely repeat cu_seqlens.
+# FLA keywords with the one value that our op implements; `cu_seqlens_cpu` and `chunk_indices` only repeat cu_seqlens.
 FLA_NEUTRAL = {
     "use_gate_in_kernel": False,
     "use_beta_sigmoid_in_kernel": False,
@@ -69,7 +70,7 @@ FLA_REPEATED = frozenset({"cu_seqlens_cpu", "chunk_indices"})
 
 
 def _supported_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None) -> bool:
-    """Whether `gated_delta_rule` computes this call; what it would refuse as wrong (shapes) it is left to refuse."""
+    """Whether `gated_delta_rule` computes this call; shapes that it refuses as wrong are left to its own error."""
     for x in (q, k, v, g, beta):
         if not isinstance(x, Tensor) or x.dtype not in DTYPES or x.device.type not in DEVICES:
             return False
@@ -228,8 +229,8 @@ def hf_causal_conv1d(original: FunctionType) -> FunctionType:
 def hf_recurrent_mask(original: FunctionType) -> FunctionType:
     """`masking_utils.create_recurrent_attention_mask`: the one place of a model that sees position ids beside the mask.
 
-    Linear attention layers are never told of a flattening collator's position ids, so upstream lets such documents leak. The
-    boundaries found here have no user; the pass `wire_packing` hands them to the layers of the same graph.
+    Linear attention layers are never told of a flattening collator's position ids, so upstream lets its documents leak.
+    The boundaries found here have no user; the pass `wire_packing` hands them to the layers of the same graph.
     """
 
     def create_recurrent_attention_mask(*args: Any, **kwargs: Any) -> Tensor | None:
@@ -354,8 +355,8 @@ class _AfterImport:
 class _ListedModules:
     """Import finder that only ever answers for the modules of the table.
 
-    A model may be imported after the backend, and `torch._dynamo.reset()` drops compile-start callbacks, so an import is the
-    one moment that cannot be missed.
+    A model may be imported after the backend, and `torch._dynamo.reset()` drops compile-start callbacks: an import is
+    the one moment that cannot be missed.
     """
 
     @staticmethod

@@ -86,7 +86,7 @@ BUILDERS = {
 
 
 def build(family: str = "qwen4_exp", dtype: torch.dtype = torch.float32, **overrides: Any) -> nn.Module:
-    """A seeded model in training mode; norm weights and PLE convolutions are random (upstream starts both at a constant)."""
+    """A seeded model in training mode; norm weights and PLE convolutions are random (upstream: constant at first)."""
     torch.manual_seed(0)
     model = BUILDERS[family](**overrides)
     generator = torch.Generator().manual_seed(1)
