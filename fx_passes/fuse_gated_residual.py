@@ -25,6 +25,7 @@ from .matching import (
     Refuse,
     check_floats,
     check_streams,
+    has_rows,
     is_number,
     reduced_dims,
     run_pattern,
@@ -52,23 +53,23 @@ def find_mix(chain: Chain, node: fx.Node) -> Plan | None:
     split, shape = value_of(term.args[0]).shape, value_of(product).shape
     if len(split) < 2 or not any(_splits_last(chain, part) for part in (term.args[0], gate, up, normed)):
         return None
-    flat = (*split[:-2], split[-2] * split[-1])
+    rows = tuple(split[:-2])
     _check_mean(term, value_of(term.args[0]), value_of(product).dtype)
     streams = check_streams(split[-2])
     for factor in (gate, normed):
-        if not same_shape(value_of(factor).shape, shape) or not (same_shape(shape, split) or same_shape(shape, flat)):
+        if not same_shape(value_of(factor).shape, shape) or not (same_shape(shape, split) or has_rows(product, rows)):
             raise Refuse(f"{value_name(factor)} {list(value_of(factor).shape)} is broadcast to {list(split)}")
     check_floats(up, normed)
-    inputs = (chain.in_shape(up, flat, "flatten", -2), chain.in_shape(normed, flat, "flatten", -2))
+    inputs = (chain.with_rows(up, rows, "flatten", -2), chain.with_rows(normed, rows, "flatten", -2))
     op = torch.ops.ple_gdn.gated_residual_mix.default
     return Plan(op, (*inputs, streams), {}, node, node, f"{streams} streams")
 
 
 def _splits_last(chain: Chain, node: Any) -> bool:
-    """Whether a view behind `node` splits the last dimension in two."""
+    """Whether a view behind `node` splits the last dimension in two (rows may be merged on the way)."""
     while (term := chain.term(node)).op in ("view", "cast"):
         wide, split = value_of(term.args[0]).shape, value_of(node).shape
-        if len(split) >= 2 and same_size(wide[-1] if len(wide) else 1, split[-2] * split[-1]):
+        if len(split) >= 2 and (has_rows(term.args[0], split[:-2]) or same_size(wide[-1], split[-2] * split[-1])):
             return True
         node = term.args[0]
     return False
@@ -130,8 +131,8 @@ def find_inject(chain: Chain, node: fx.Node) -> Plan | None:
     else:
         return None
     shape = value_of(outer).shape
-    flat = (*shape[:-2], shape[-2] * shape[-1])
-    output = _flat_output(chain, node, flat)
+    rows = tuple(shape[:-2])
+    output = _flat_output(chain, node, rows)
     if output is None:
         return None
     streams = check_streams(shape[-2])
@@ -145,9 +146,9 @@ def find_inject(chain: Chain, node: fx.Node) -> Plan | None:
         raise Refuse(f"the sum broadcasts {value_name(hyper)} {list(value_of(hyper).shape)}")
     check_floats(hidden, hyper, weights)
     inputs = (
-        chain.in_shape(hidden, (*shape[:-2], shape[-1]), "squeeze", -2),
-        chain.in_shape(hyper, flat, "flatten", -2),
-        chain.in_shape(weights, (*shape[:-2], shape[-2]), "squeeze", -1),
+        chain.with_rows(hidden, rows, "squeeze", -2),
+        chain.with_rows(hyper, rows, "flatten", -2),
+        chain.with_rows(weights, rows, "squeeze", -1),
     )
     op = torch.ops.ple_gdn.gated_residual_inject.default
     return Plan(op, inputs, {}, output, node, f"{streams} streams")
@@ -172,12 +173,12 @@ def _constant(*sizes: Any) -> bool:
     return all(isinstance(size, int) for size in sizes)
 
 
-def _flat_output(chain: Chain, total: fx.Node, flat: tuple) -> fx.Node | None:
+def _flat_output(chain: Chain, total: fx.Node, rows: tuple) -> fx.Node | None:
     """The sum itself if it has the streams flattened, else its only user if that flattens them."""
-    if same_shape(value_of(total).shape, flat):
+    if has_rows(total, rows):
         return total
     users = list(total.users)
-    if len(users) == 1 and chain.term(users[0]).op == "view" and same_shape(value_of(users[0]).shape, flat):
+    if len(users) == 1 and chain.term(users[0]).op == "view" and has_rows(users[0], rows):
         return users[0]
     return None
 

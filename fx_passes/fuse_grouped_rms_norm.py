@@ -77,12 +77,23 @@ def square_of(chain: Chain, node: Any) -> Any | None:
 
 
 def one_plus(chain: Chain, node: Any) -> fx.Node | None:
-    """`w` if `node` is 1 + w (behind casts and views), else None."""
-    node = chain.skip(node, casts=True)
-    if chain.term(node).op != "add" or chain.term(node).args[2] != 1:
+    """`w` if `node` is 1 + w taken in float32 (a 16-bit sum would round before the product), else None."""
+    node = chain.skip(node)
+    if chain.term(node).op != "add" or chain.term(node).args[2] != 1 or dtype_of(node) != torch.float32:
         return None
     found = chain.scalar_and_node(node)
-    return chain.skip(found[1], casts=True) if found and found[0] == 1.0 else None
+    return exact_source(chain, found[1])[-1] if found and found[0] == 1.0 else None
+
+
+def exact_source(chain: Chain, node: fx.Node) -> list[fx.Node]:
+    """`node` and what lies behind its views and its exact cast from 16 bits to float32."""
+    path = [node]
+    while (term := chain.term(path[-1])).op in ("view", "cast"):
+        source, dtype = dtype_of(term.args[0]), dtype_of(path[-1])
+        if source != dtype and not (dtype == torch.float32 and source in LOW_PRECISION):
+            break
+        path.append(term.args[0])
+    return path
 
 
 def mean_square(chain: Chain, variance: Any) -> tuple[float, fx.Node, fx.Node] | None:
@@ -105,16 +116,18 @@ def match_norm(chain: Chain, output: fx.Node) -> Norm:
         raise Refuse(f"%{scaled.name} is not the product of a normalised value and 1 + weight")
     found = [(a, weight) for a, b in chain.pairs(scaled) if (weight := one_plus(chain, b)) is not None]
     if not found:
-        raise Refuse("the norm's scale is not 1 + weight")
+        raise Refuse("the norm's scale is not 1 + weight in float32")
     normalised, weight = found[0]
-    found = scaled_by_root(chain, chain.skip(normalised, casts=True))
+    found = scaled_by_root(chain, chain.skip(normalised))
     if found is None:
-        raise Refuse("the scaled value is not x * rsqrt(mean(x**2) + eps)")
+        rounded = scaled_by_root(chain, chain.skip(normalised, casts=True)) is not None
+        what = f"rounded to {short(dtype_of(normalised))} before it is scaled" if rounded else "not x * rsqrt(...)"
+        raise Refuse(f"the normalised value is {what}")
     x, variance = found
     if (parts := mean_square(chain, variance)) is None:
         raise Refuse("the norm's root is not over mean(x**2) + eps")
     eps, squared, mean = parts
-    if chain.skip(squared, casts=True) is not chain.skip(x, casts=True):
+    if exact_source(chain, squared)[-1] is not exact_source(chain, x)[-1]:
         raise Refuse(f"the norm divides %{x.name} by the root of another value's mean square")
     return _checked_norm(chain, x, squared, mean, weight, eps)
 
@@ -141,10 +154,7 @@ def _source(chain: Chain, x: fx.Node, group_size: int, width: int) -> fx.Node | 
     groups = value_of(x).shape
     if len(groups) < 2 or not same_size(groups[-2] * groups[-1], width):
         raise Refuse(f"groups {list(groups)} do not tile the weight's width {width}")
-    path, term = [x], chain.term(x)
-    while term.op == "view" or (term.op == "cast" and dtype_of(term.args[0]) in (dtype_of(path[-1]), *LOW_PRECISION)):
-        path.append(term.args[0])
-        term = chain.term(term.args[0])
+    path = exact_source(chain, x)
     own = [node for node in path if dtype_of(node) == dtype_of(path[-1])]
     for node in own:
         if same_shape(value_of(node).shape, (*groups[:-2], width)):

@@ -285,7 +285,7 @@ def _shared_mask(chain: Chain, gated: fx.Node | None, normed: fx.Node | None, ro
         return None
     if gated is None or normed is None:
         raise Refuse("conv_mask multiplies only one of the gated value and its norm")
-    masks = [chain.in_shape(mask, rows, "squeeze", -1) for mask in (gated, normed)]
+    masks = [chain.with_rows(mask, rows[:-1], "squeeze", -1) for mask in (gated, normed)]
     if masks[0] != masks[1]:
         raise Refuse("the gated value and its norm are multiplied by different masks")
     return masks[0]
@@ -313,7 +313,7 @@ def find(chain: Chain, node: fx.Node) -> Plan | None:
         raise Refuse(f"eps differs: {', '.join(f'{norm.eps:g}' for norm in (*gate.norms, conv_norm))}")
     rows = tuple(value_of(gated).shape[:2])
     mask = _shared_mask(chain, gated_mask, conv.mask, rows)
-    value = chain.in_shape(gate.value, (*rows, channels), "squeeze", -2)
+    value = chain.with_rows(gate.value, rows, "squeeze", -2)
     output, hidden = _residual(chain, out, gate.norms) or (out, None)
     key, query = _key_first(chain, gate.norms, out, hidden)
     weights = (key.weight, query.weight, conv_norm.weight, conv.weight)

@@ -5,8 +5,8 @@ pattern, a `Plan` where it does, and a raised `Refuse` (with the reason a user r
 the pattern and is not it. `run_pattern` then checks what all patterns share before it edits the graph:
 
 * nothing outside the chain needs an intermediate (views and casts of the inputs may be shared: they stay alive);
-* the chain lies in one grad mode, one autocast mode and outside `torch.func` transforms (a checkpoint body is a graph
-  module of its own, so no chain can straddle its edge);
+* the chain, views and casts of its inputs included, lies in one grad mode, in one autocast mode and outside
+  `torch.func` transforms (a checkpoint body is a graph module of its own, so no chain can straddle its edge);
 * nothing is written in place between the chain's first and last node;
 * the op itself accepts the arguments (its fake implementation runs on them).
 """
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
 
 from ..ops.validation import FLOATS
@@ -135,15 +136,28 @@ class Chain:
                 return float(number), other
         return None
 
-    def in_shape(self, node: fx.Node, shape: Iterable[Any], method: str, dim: int) -> fx.Node | Reshaped:
-        """The nearest node behind `node`'s views with `shape`, else one view of `node` that has it."""
-        shape, current = tuple(shape), node
-        while not same_shape(value_of(current).shape, shape):
+    def with_rows(self, node: fx.Node, rows: Iterable[Any], method: str, dim: int) -> fx.Node | Reshaped:
+        """The nearest node behind `node`'s views of shape [*rows, any], else one view of `node` that has it.
+
+        A view keeps the number of elements, so the last dimension follows from the rows, symbolic sizes included.
+        """
+        rows, current = tuple(rows), node
+        while not has_rows(current, rows):
             term = self.term(current)
             if term.op != "view" and not (term.op == "cast" and dtype_of(term.args[0]) == dtype_of(current)):
-                return Reshaped(node, method, dim)
+                break
             current = term.args[0]
-        return current
+        else:
+            return current
+        if not same_shape(value_of(node).shape[:-2], rows):
+            raise Refuse(f"{value_name(node)} {list(value_of(node).shape)} does not have the rows {list(rows)}")
+        return Reshaped(node, method, dim)
+
+
+def has_rows(node: fx.Node, rows: tuple) -> bool:
+    """Whether `node` has shape [*rows, any]."""
+    shape = value_of(node).shape
+    return len(shape) > 0 and same_shape(shape[:-1], rows)
 
 
 def is_number(value: Any) -> bool:
@@ -173,9 +187,11 @@ def check_streams(count: Any) -> int:
 
 
 def check_floats(*nodes: Any) -> None:
-    """Refuses dtypes that no op of ours takes."""
+    """Refuses tensor subclasses and dtypes that no op of ours takes."""
     for node in nodes:
         value = value_of(node.node if isinstance(node, Reshaped) else node)
+        if not isinstance(value, FakeTensor):
+            raise Refuse(f"{value_name(node)} is a {type(value).__name__}, expected a plain tensor")
         if value.dtype not in FLOATS:
             raise Refuse(f"{value_name(node)} is {short(value.dtype)}; the op takes float32, bfloat16 and float16")
 
@@ -231,27 +247,33 @@ def chain_between(output: fx.Node, inputs: Iterable[fx.Node]) -> list[fx.Node]:
 
 def _check_chain(chain: Chain, plan: Plan) -> list[fx.Node]:
     interior = [node for node in chain_between(plan.output, _nodes_of(plan)) if value_of(node) is not None]
+    interior.sort(key=chain.position.__getitem__)
     members = set(interior)
-    free = set()  # views and casts of the inputs alone: whoever else needs them keeps them
-    for node in sorted(interior, key=chain.position.__getitem__):
-        if chain.term(node).op in ("view", "cast") and (node.all_input_nodes[0] not in members - free):
+    free: set[fx.Node] = set()  # views and casts of the inputs alone: whoever else needs them keeps them
+    for node in interior:
+        source = node.all_input_nodes[0] if node.all_input_nodes else None
+        if chain.term(node).op in ("view", "cast") and (source not in members or source in free):
             free.add(node)
-    owned = sorted(members - free | {plan.output}, key=chain.position.__getitem__)
-    for node in owned:
-        outside = [user for user in node.users if user not in members and value_of(user) is not None]
-        outside += [user for user in node.users if user.op == "output"]
-        if node is not plan.output and outside:
+    for node in members - free - {plan.output}:
+        outside = [user for user in node.users if user not in members and not _reads_size(user)]
+        if outside:
             users = len(node.users)
-            raise Refuse(f"intermediate %{node.name} ({chain.term(node).op}) is used by {users} nodes, one outside")
-    if len({chain.region[node] for node in owned}) > 1:
+            raise Refuse(f"intermediate %{node.name} ({chain.term(node).op}) is used by {users} nodes, not all matched")
+    if len({chain.region[node] for node in interior}) > 1:
         raise Refuse("the chain straddles a change of grad or autocast mode")
-    if any(node in chain.transformed for node in owned):
+    if not members.isdisjoint(chain.transformed):
         raise Refuse("the chain is inside a torch.func transform")
-    first, last = chain.position[owned[0]], chain.position[plan.output]
+    # The op reads its inputs where the chain's last node stood: nothing may be written since the first.
+    first, last = chain.position[interior[0]], chain.position[plan.output]
     for node in chain.graph.nodes:
         if first < chain.position[node] < last and is_mutation(node):
             raise Refuse(f"%{node.name} writes in place between the chain's first and last node")
     return interior
+
+
+def _reads_size(user: fx.Node) -> bool:
+    """Whether `user` takes only a size of its operand, which the operand keeps giving at no cost."""
+    return isinstance(user.meta.get("example_value"), int | torch.SymInt | torch.Size)
 
 
 def _insert(graph: fx.Graph, plan: Plan) -> fx.Node:

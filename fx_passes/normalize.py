@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import builtins
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,6 +106,9 @@ _FUNCTIONS: dict[Callable, str] = {
         if hasattr(torch, name)
     },
 }
+_INPLACE_METHODS = frozenset(
+    ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__iand__", "__ior__", "__ixor__")
+)
 _INPLACE_OPERATORS = frozenset(
     getattr(operator, name)
     for name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "ipow", "imod", "imatmul", "iand", "ior", "ixor")
@@ -121,6 +124,8 @@ def value_of(node: Any) -> torch.Tensor | None:
 
 def same_size(a: Any, b: Any) -> bool:
     """Whether two sizes are known to be equal; asking adds no guard."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
     return a is b or statically_known_true(a == b)
 
 
@@ -129,20 +134,29 @@ def same_shape(a: Any, b: Any) -> bool:
 
 
 def is_mutation(node: fx.Node) -> bool:
-    """Whether the call writes one of its operands."""
+    """Whether the call writes one of its operands (a higher-order operator: whether its body writes anything)."""
     target = node.target
     if node.op == "call_method":
-        return target.endswith("_") and not target.endswith("__")
+        return target in _INPLACE_METHODS or (target.endswith("_") and not target.endswith("__"))
     if node.op != "call_function":
         return False
     if node.kwargs.get("out") is not None or node.kwargs.get("inplace") is True:
         return True
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.is_mutable
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return "mutation" in target.name() or any(is_mutation(inner) for inner in _body_nodes(node))
     if target in _INPLACE_OPERATORS:
         return True
     name = getattr(target, "__name__", "")
     return name.endswith("_") and not name.endswith("__")
+
+
+def _body_nodes(node: fx.Node) -> Iterator[fx.Node]:
+    for operand in node.all_input_nodes:
+        body = getattr(node.graph.owning_module, operand.target, None) if operand.op == "get_attr" else None
+        if isinstance(body, fx.GraphModule):
+            yield from body.graph.nodes
 
 
 def read_term(node: fx.Node) -> Term:
