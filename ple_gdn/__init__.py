@@ -9,8 +9,10 @@ from .explain import CapturedGraphs, capture_graphs, explain
 from .ops.causal_conv1d.op import causal_conv1d
 from .ops.gated_residual.op import gated_residual_down, gated_residual_inject, gated_residual_mix
 from .ops.grouped_rms_norm.op import grouped_rms_norm
+from .ops.kcp.context import KcpContext, build_kcp_context
 from .ops.kcp.partition import kcp_partition
 from .ops.kcp.planner import kcp_plan, kcp_plan_row
+from .ops.kcp.shard import kcp_gather, kcp_scatter
 from .ops.ple.op import ple_gate_conv
 from .ops.varlen import Packing, prepare_varlen
 from .report import Report, compile_reports, last_report, merge_reports
@@ -19,8 +21,10 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CapturedGraphs",
+    "KcpContext",
     "Packing",
     "Report",
+    "build_kcp_context",
     "capture_graphs",
     "causal_conv1d",
     "compile_reports",
@@ -29,9 +33,11 @@ __all__ = [
     "gated_residual_inject",
     "gated_residual_mix",
     "grouped_rms_norm",
+    "kcp_gather",
     "kcp_partition",
     "kcp_plan",
     "kcp_plan_row",
+    "kcp_scatter",
     "last_report",
     "merge_reports",
     "ple_gate_conv",

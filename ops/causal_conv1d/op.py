@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..kcp.context import KcpContext
+from ..kcp.fronts import HaloShard, check_context
 from ..register import register_op
 from ..validation import FLOATS, check_device, check_dtype, check_rank, check_shape, check_tensor
 from ..varlen import Packing, check_packing, read_boundaries, unpack_cu_seqlens
@@ -139,7 +141,7 @@ def causal_conv1d(
     *,
     activation: str | None = None,
     cu_seqlens: Tensor | Packing | None = None,
-    cp: object | None = None,
+    cp: KcpContext | None = None,
 ) -> Tensor:
     """Short causal depthwise convolution: `y[t] = act(bias + sum_j weight[:, j] * x[t - (kernel - 1 - j)])`.
 
@@ -158,7 +160,8 @@ def causal_conv1d(
         cu_seqlens: `[documents + 1]` int32 or int64 boundaries of packed documents (B == 1), or the `Packing` of
             `prepare_varlen`. History restarts at each; rows after the last entry belong to no document: outputs and
             gradients 0. Without it each batch row is one document.
-        cp: context parallelism is not available for this op; must be None.
+        cp: a prepared `KcpContext`: x is this rank's shard, and kernel - 1 history rows of each fragment come from other
+            ranks. dweight and dbias are this rank's part of a sum over ranks. Then `cu_seqlens` must be None.
 
     Returns:
         `[B, T, D]`, contiguous, x's dtype. Each gradient has its input's dtype.
@@ -171,7 +174,9 @@ def causal_conv1d(
         check_tensor(name, tensor)
     if bias is not None:
         check_tensor("bias", bias)
-    if cp is not None:
-        raise ValueError(f"cp: expected None (no context parallelism for causal_conv1d), got {type(cp).__name__}")
     boundaries, _ = unpack_cu_seqlens(cu_seqlens)
+    if cp is not None:
+        shard = HaloShard(check_context(cp, x.shape[1], x.shape[0], cu_seqlens), weight.shape[-1] - 1)
+        y = causal_conv1d(shard.extend(x), weight, bias, activation=activation, cu_seqlens=shard.cu_seqlens)
+        return shard.drop(y)
     return torch.ops.ple_gdn.causal_conv1d(x, weight, bias, boundaries, activation=activation)

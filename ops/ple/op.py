@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..kcp.context import KcpContext
+from ..kcp.fronts import HaloShard, check_context
 from ..register import register_op
 from ..triton_support import triton_ready
 from ..validation import FLOATS, check_device, check_dtype, check_rank, check_shape, check_tensor
@@ -259,7 +261,7 @@ def ple_gate_conv(
     cu_seqlens: Tensor | Packing | None = None,
     conv_mask: Tensor | None = None,
     workspace_bytes: int | None = None,
-    cp: object | None = None,
+    cp: KcpContext | None = None,
 ) -> Tensor:
     """Per-layer embedding block after its projections: gate, grouped norm, dilated causal convolution.
 
@@ -290,7 +292,9 @@ def ple_gate_conv(
         workspace_bytes: bound on temporaries of forward and of backward, beside 4-byte scalars per token and stream;
             default 64 MiB, at least one token row and its convolution halo. Outputs and token gradients do not depend
             on it bitwise, weight gradients up to float32 summation order.
-        cp: context parallelism is not available for this op; must be None.
+        cp: a prepared `KcpContext`: hidden, key, value and conv_mask are this rank's shard, and only the convolution's
+            history rows, (kernel - 1) * dilation of each fragment, come from other ranks. Weight gradients are this
+            rank's part of a sum over ranks. Then `cu_seqlens` must be None.
 
     The seven floating arguments may each be float32, bfloat16 or float16 (all float64: CPU only), with any strides.
 
@@ -314,9 +318,22 @@ def ple_gate_conv(
         check_tensor(name, tensor)
     if conv_mask is not None:
         check_tensor("conv_mask", conv_mask)
-    if cp is not None:
-        raise ValueError(f"cp: expected None (no context parallelism for ple_gate_conv), got {type(cp).__name__}")
     boundaries, _ = unpack_cu_seqlens(cu_seqlens)
+    if cp is not None:
+        cp = check_context(cp, hidden.shape[1], hidden.shape[0], cu_seqlens)
+        shard = HaloShard(cp, (conv_weight.shape[-1] - 1) * dilation)
+        hidden, key, value = (shard.extend(x) for x in (hidden, key, value))
+        if conv_mask is not None:
+            conv_mask = shard.extend(conv_mask.unsqueeze(-1)).squeeze(-1)
+        out = ple_gate_conv(
+            *(hidden, key, value, norm_key_weight, norm_query_weight, norm_conv_weight, conv_weight),
+            dilation=dilation,
+            eps=eps,
+            cu_seqlens=shard.cu_seqlens,
+            conv_mask=conv_mask,
+            workspace_bytes=workspace_bytes,
+        )
+        return shard.drop(out)
     out, _ = torch.ops.ple_gdn.ple_gate_conv(
         *tensors.values(), boundaries, conv_mask, dilation=dilation, eps=eps, workspace_bytes=workspace_bytes
     )
