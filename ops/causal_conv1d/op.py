@@ -160,8 +160,8 @@ def causal_conv1d(
         cu_seqlens: `[documents + 1]` int32 or int64 boundaries of packed documents (B == 1), or the `Packing` of
             `prepare_varlen`. History restarts at each; rows after the last entry belong to no document: outputs and
             gradients 0. Without it each batch row is one document.
-        cp: a prepared `KcpContext`: x is this rank's shard, and kernel - 1 history rows of each fragment come from other
-            ranks. dweight and dbias are this rank's part of a sum over ranks. Then `cu_seqlens` must be None.
+        cp: a prepared `KcpContext`: x is this rank's shard, and kernel - 1 history rows of each fragment come from
+            other ranks. dweight and dbias are this rank's part of a sum over ranks. Then `cu_seqlens` must be None.
 
     Returns:
         `[B, T, D]`, contiguous, x's dtype. Each gradient has its input's dtype.

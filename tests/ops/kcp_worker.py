@@ -170,18 +170,19 @@ def check_scatter_gather(group, rank: int, world: int) -> None:
 CHECKS = {f.__name__: f for f in (check_gdn, check_bytes, check_short_convolutions, check_scatter_gather)}
 
 
-def worker(rank: int, world: int, port: int, name: str, queue) -> None:
-    """One process of a `world`-process run; checks every group size 1..world with the first ranks."""
+def worker(rank: int, world: int, port: int, queue) -> None:
+    """One process of a `world`-process run: every check for every group size 1..world, on the first ranks."""
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=120))
-    try:
-        for size in range(1, world + 1):
-            group = dist.new_group(list(range(size)))
-            if rank < size:
-                CHECKS[name](group, rank, size)
-        queue.put(None)
-    except Exception:
-        queue.put(f"rank {rank}:\n{traceback.format_exc()}")
-    finally:
-        dist.destroy_process_group()
+    groups = [dist.new_group(list(range(size))) for size in range(1, world + 1)]
+    for name, check in CHECKS.items():
+        try:
+            for size, group in enumerate(groups, 1):
+                if rank < size:
+                    check(group, rank, size)
+            queue.put((name, rank, None))
+        except Exception:
+            queue.put((name, rank, traceback.format_exc()))
+            break  # the other ranks may be inside a collective: stop here, they time out
+    dist.destroy_process_group()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 from pathlib import Path
+from queue import Empty
 
 import pytest
 import torch.multiprocessing as mp
@@ -21,18 +22,31 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-@pytest.mark.parametrize("name", kcp_worker.CHECKS)
-def test_ranks_agree_with_one_process(name):
+@pytest.fixture(scope="module")
+def outcomes() -> dict[tuple[str, int], str | None]:
+    """(check, rank) -> traceback or None; the processes start once for all checks."""
     context = mp.get_context("spawn")
-    queue, port = context.SimpleQueue(), free_port()
-    workers = [context.Process(target=kcp_worker.worker, args=(r, WORLD, port, name, queue)) for r in range(WORLD)]
+    queue, port = context.Queue(), free_port()
+    workers = [context.Process(target=kcp_worker.worker, args=(r, WORLD, port, queue)) for r in range(WORLD)]
     for process in workers:
         process.start()
     for process in workers:
-        process.join(300)
-    failures = [queue.get() for _ in workers if not queue.empty()]
+        process.join(600)
+    found = {}
+    while True:
+        try:
+            name, rank, failure = queue.get(timeout=1)
+        except Empty:
+            break
+        found[name, rank] = failure
     for process in workers:
         process.kill()
-    assert len(failures) == WORLD, "a rank died or hung"
-    failed = [text for text in failures if text]
-    assert not failed, "\n".join(failed)
+    return found
+
+
+@pytest.mark.parametrize("name", kcp_worker.CHECKS)
+def test_ranks_agree_with_one_process(name, outcomes):
+    missing = [rank for rank in range(WORLD) if (name, rank) not in outcomes]
+    failures = [f"rank {rank}:\n{text}" for (check, rank), text in outcomes.items() if check == name and text]
+    assert not failures, "\n".join(failures)
+    assert not missing, f"ranks {missing} died or hung"
