@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from .explain import CapturedGraphs, capture_graphs, explain
 from .ops.causal_conv1d.op import causal_conv1d
+from .ops.gated_delta_rule.op import gated_delta_rule
 from .ops.gated_residual.op import gated_residual_down, gated_residual_inject, gated_residual_mix
 from .ops.grouped_rms_norm.op import grouped_rms_norm
 from .ops.kcp.context import KcpContext, build_kcp_context
@@ -29,6 +30,7 @@ __all__ = [
     "causal_conv1d",
     "compile_reports",
     "explain",
+    "gated_delta_rule",
     "gated_residual_down",
     "gated_residual_inject",
     "gated_residual_mix",

@@ -1,0 +1,245 @@
+"""Gated delta rule: the raw ops `gated_delta_rule` and `gated_delta_rule_backward`, and the public front."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from ..register import register_op
+from ..validation import check_tensor
+from ..varlen import Packing, unpack_cu_seqlens
+from . import reference
+from .checks import check_backward_inputs, check_inputs, check_modes
+from .tapes import KEPT, Tapes, document_count, new_tapes, state_dtype
+
+REUSE_STRINGS: dict[bool | str, str] = {True: "hand_off", False: "replay", "auto": "auto"}
+
+
+def _forward_impl(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    chunk_offsets: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    *,
+    scale: float | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm: bool = False,
+    save_mode: str = "light",
+    reuse_recompute_tapes: str = "auto",
+) -> tuple[torch.Tensor, ...]:
+    check_inputs(q, k, v, g, beta, initial_state, cu_seqlens, chunk_offsets, workspace)
+    check_modes(save_mode, reuse_recompute_tapes)
+    return reference.forward(
+        *(q, k, v, g, beta, initial_state, cu_seqlens, chunk_offsets),
+        scale=scale,
+        output_final_state=output_final_state,
+        use_qk_l2norm=use_qk_l2norm,
+        save_mode=save_mode,
+    )
+
+
+def _forward_fake(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    chunk_offsets: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    *,
+    scale: float | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm: bool = False,
+    save_mode: str = "light",
+    reuse_recompute_tapes: str = "auto",
+) -> tuple[torch.Tensor, ...]:
+    check_inputs(q, k, v, g, beta, initial_state, cu_seqlens, chunk_offsets, workspace)
+    check_modes(save_mode, reuse_recompute_tapes)
+    state = (document_count(q, cu_seqlens), v.shape[2], q.shape[3], v.shape[3]) if output_final_state else (0,)
+    tapes = new_tapes(q, v, cu_seqlens, KEPT[save_mode])
+    return (q.new_empty(v.shape), q.new_empty(state, dtype=state_dtype(q)), *tapes)
+
+
+def _backward_impl(
+    do: torch.Tensor,
+    dfinal_state: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    chunk_offsets: torch.Tensor | None,
+    workspace: torch.Tensor | None,
+    gcum: torch.Tensor,
+    k_rstd: torch.Tensor,
+    qscale: torch.Tensor,
+    x: torch.Tensor,
+    h: torch.Tensor,
+    delta: torch.Tensor,
+    *,
+    scale: float | None = None,
+    use_qk_l2norm: bool = False,
+) -> tuple[torch.Tensor, ...]:
+    tapes = Tapes(gcum, k_rstd, qscale, x, h, delta)
+    check_inputs(q, k, v, g, beta, initial_state, cu_seqlens, chunk_offsets, workspace)
+    check_backward_inputs(do, dfinal_state, q, v, cu_seqlens, tapes)
+    return reference.backward(
+        *(do, dfinal_state, q, k, v, g, beta, initial_state, cu_seqlens, chunk_offsets, tapes),
+        scale=scale,
+        use_qk_l2norm=use_qk_l2norm,
+    )
+
+
+def _backward_fake(
+    do: torch.Tensor,
+    dfinal_state: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    chunk_offsets: torch.Tensor | None,
+    workspace: torch.Tensor | None,
+    gcum: torch.Tensor,
+    k_rstd: torch.Tensor,
+    qscale: torch.Tensor,
+    x: torch.Tensor,
+    h: torch.Tensor,
+    delta: torch.Tensor,
+    *,
+    scale: float | None = None,
+    use_qk_l2norm: bool = False,
+) -> tuple[torch.Tensor, ...]:
+    check_inputs(q, k, v, g, beta, initial_state, cu_seqlens, chunk_offsets, workspace)
+    check_backward_inputs(do, dfinal_state, q, v, cu_seqlens, Tapes(gcum, k_rstd, qscale, x, h, delta))
+    state = (0,) if initial_state is None else initial_state.shape
+    return (*(x.new_empty(x.shape) for x in (q, k, v, g, beta)), q.new_empty(state, dtype=state_dtype(q)))
+
+
+gated_delta_rule_op = register_op("gated_delta_rule", _forward_impl, _forward_fake)
+gated_delta_rule_backward_op = register_op("gated_delta_rule_backward", _backward_impl, _backward_fake)
+
+
+def _setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, keyword_only_inputs: dict, output: tuple):
+    _, final_state, *tapes = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*tapes, *(() if keyword_only_inputs["output_final_state"] else (final_state,)))
+    ctx.save_for_backward(*inputs, *tapes)
+    ctx.scale = keyword_only_inputs["scale"]
+    ctx.use_qk_l2norm = keyword_only_inputs["use_qk_l2norm"]
+
+
+def _autograd(
+    ctx: torch.autograd.function.FunctionCtx,
+    do: torch.Tensor | None,
+    dfinal_state: torch.Tensor | None,
+    *_: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, ...]:
+    q, k, v, g, beta, initial_state, cu_seqlens, chunk_offsets, workspace, *tapes = ctx.saved_tensors
+    if do is None and dfinal_state is None:
+        return (None,) * 9
+    if do is None:
+        do = q.new_zeros(()).expand(v.shape)
+    *grads, dinitial_state = torch.ops.ple_gdn.gated_delta_rule_backward(
+        *(do, dfinal_state, q, k, v, g, beta, initial_state, cu_seqlens, chunk_offsets, workspace, *tapes),
+        scale=ctx.scale,
+        use_qk_l2norm=ctx.use_qk_l2norm,
+    )
+    return (*grads, None if initial_state is None else dinitial_state, None, None, None)
+
+
+gated_delta_rule_op.register_autograd(_autograd, setup_context=_setup_context)
+
+
+def _check_front_options(save_mode: object, reuse_recompute_tapes: object, scale: object, cp: object) -> None:
+    """What the raw op cannot see: its strings and types differ from the front's."""
+    if save_mode not in ("light", "full"):
+        raise ValueError(f"save_mode: expected 'light' or 'full', got {save_mode!r}")
+    if not (isinstance(reuse_recompute_tapes, bool) or reuse_recompute_tapes == "auto"):
+        raise ValueError(f"reuse_recompute_tapes: expected True, False or 'auto', got {reuse_recompute_tapes!r}")
+    if isinstance(scale, torch.Tensor):
+        raise TypeError("scale: expected a float or None, got a torch.Tensor")
+    if cp is not None:
+        raise TypeError(f"cp: expected None or a KcpContext built by build_kcp_context, got {type(cp).__name__}")
+
+
+def gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm: bool = False,
+    cu_seqlens: torch.Tensor | Packing | None = None,
+    save_mode: Literal["light", "full"] = "light",
+    reuse_recompute_tapes: bool | Literal["auto"] = "auto",
+    workspace: torch.Tensor | None = None,
+    cp: object | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Gated delta rule (Yang, Kautz, Hatamizadeh, 2024), chunkwise, with an exact backward.
+
+    Per document and value head, with state S of shape [K, V]: `S <- exp(g_t) S`, `u = beta_t (v_t - S^T k_t)`,
+    `S <- S + k_t u^T`, `o_t = scale * S^T q_t`. Value head j reads key head `j // (HV / H)`.
+
+    Args:
+        q: `[B, T, H, K]` float32, bfloat16 or float16 (float64 on the CPU); K is 16 to 256 in steps of 16.
+        k: as q. Its rows must have norm at most 1, or pass `use_qk_l2norm=True`: not checked.
+        v: `[B, T, HV, V]`, q's dtype; HV is a multiple of H, V as K but independent of it.
+        g: `[B, T, HV]` float32, natural log of the decay, at most 0. Values below -88 count as -88.
+        beta: `[B, T, HV]`, any float dtype, in [0, 2]; used in fp32 as given, like g.
+        scale: factor of q; default `K ** -0.5`.
+        initial_state: `[N, HV, K, V]` float32, N documents (B without `cu_seqlens`); default zero. Differentiable.
+        output_final_state: also return the state after the last token of every document.
+        use_qk_l2norm: divide q and k by `sqrt(sum(x^2) + 1e-6)` over the head width, inside the op.
+        cu_seqlens: boundaries of the documents packed in the one row (B = 1), `[N + 1]` int32 or int64, or the
+            `Packing` of `prepare_varlen`. Rows after the last entry belong to no document: output 0, gradient 0.
+        save_mode: "light" keeps four small tapes for the backward, which replays the states; "full" keeps one state
+            per 64 tokens and one row of V per token more and replays nothing. Gradients are bitwise equal.
+        reuse_recompute_tapes: under activation checkpointing, True feeds the recompute's tapes to the backward, False
+            lets the backward rebuild them, "auto" chooses. Without a checkpoint it has no effect. Gradients are
+            bitwise equal.
+        workspace: `[bytes]` uint8 on q's device, at least `gdn_workspace_bytes(...)`: scratch for kernels; the CPU
+            implementation checks it and leaves it alone.
+        cp: a `KcpContext`: the inputs are this rank's shard.
+
+    Returns:
+        `o` `[B, T, HV, V]` in q's dtype, and the final state `[N, HV, K, V]` float32 or None.
+
+    Raises:
+        TypeError: a dtype or type that is not listed above, a DTensor included.
+        ValueError: a shape, device, width, head count, option or `cu_seqlens` that is not listed above.
+    """
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
+        check_tensor(name, tensor)
+    for name, tensor in (("initial_state", initial_state), ("workspace", workspace)):
+        if tensor is not None:
+            check_tensor(name, tensor)
+    _check_front_options(save_mode, reuse_recompute_tapes, scale, cp)
+    boundaries, chunk_offsets = unpack_cu_seqlens(cu_seqlens)
+    differentiable = (q, k, v, g, beta) if initial_state is None else (q, k, v, g, beta, initial_state)
+    wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in differentiable)
+    o, final_state, *_ = torch.ops.ple_gdn.gated_delta_rule(
+        *(q, k, v, g, beta, initial_state, boundaries, chunk_offsets, workspace),
+        scale=scale,
+        output_final_state=output_final_state,
+        use_qk_l2norm=use_qk_l2norm,
+        save_mode=save_mode if wants_gradient else "none",
+        reuse_recompute_tapes=REUSE_STRINGS[reuse_recompute_tapes],
+    )
+    return o, final_state if output_final_state else None
