@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+import ple_gdn
+
 NAMES = ("o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "dinitial_state")
 
 
@@ -126,3 +128,22 @@ def make_case(
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     boundaries = (0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist())
     return Case(q, k, v, g.to(wide), beta.to(wide), states[0].to(wide), boundaries, do, states[1].to(wide))
+
+
+def run_front(
+    case: Case, *, use_qk_l2norm: bool = True, packed: bool = True, **options: object
+) -> dict[str, torch.Tensor]:
+    """Outputs and the six gradients of `ple_gdn.gated_delta_rule` on the case, by the oracle's names."""
+    leaves = [x.detach().clone().requires_grad_() for x in case[:6]]
+    boundaries = torch.tensor(case.boundaries) if packed else None
+    options = {"cu_seqlens": boundaries, **options}
+    o, final_state = ple_gdn.gated_delta_rule(
+        *leaves[:5], initial_state=leaves[5], output_final_state=True, use_qk_l2norm=use_qk_l2norm, **options
+    )
+    grads = torch.autograd.grad((o, final_state), leaves, (case.do, case.dfinal_state))
+    return dict(zip(NAMES, (o.detach(), final_state.detach(), *grads), strict=True))
+
+
+def assert_same_bits(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    for name in NAMES:
+        assert torch.equal(actual[name], expected[name]), name
