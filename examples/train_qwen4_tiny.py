@@ -227,7 +227,7 @@ def main() -> None:
     worst, worst_name, worst_log_prob = compare(model, eager, data)
 
     print("\nrewrites made while compiling:")
-    print(ple_gdn.last_report())
+    print(ple_gdn.merge_reports(ple_gdn.compile_reports()))
     print("\nstep   eager loss   ple_gdn loss   difference")
     for step, (a, b) in enumerate(zip(eager.losses, ours.losses, strict=True)):
         print(f"{step:4d}   {a:10.6f}   {b:12.6f}   {b - a:+.2e}")

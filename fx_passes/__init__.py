@@ -1,1 +1,22 @@
-"""Graph passes of the backend."""
+"""Graph passes of the backend, in the order they run."""
+
+from __future__ import annotations
+
+from . import apply_options, fuse_gated_residual, fuse_grouped_rms_norm, fuse_ple, wire_packing
+from .records import GraphPass
+
+# Left out with options={"fuse": False}.
+FUSIONS: tuple[GraphPass, ...] = (
+    fuse_ple.PASS,
+    fuse_grouped_rms_norm.PASS,
+    fuse_gated_residual.MIX,
+    fuse_gated_residual.DOWN,
+    fuse_gated_residual.INJECT,
+)
+
+# Stage "dynamo" runs before autograd, stage "joint" on the functionalised forward and backward.
+PASSES: tuple[GraphPass, ...] = (
+    *FUSIONS,
+    wire_packing.PASS,
+    apply_options.PASS,
+)

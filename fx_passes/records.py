@@ -70,6 +70,9 @@ class PassContext:
 class GraphPass:
     """One rewrite of the list `fx_passes.PASSES`; `run` edits the graph module in place.
 
+    A `required` pass is part of what the graph means: it also runs where rewrites are given up, and its failure is the
+    compile's failure. Any other pass that raises is undone.
+
     stage "dynamo" sees the torch-level graph before autograd (nested graph modules of higher-order operators included:
     the manager calls `run` once for each); stage "joint" sees the functionalised forward and backward.
     """
@@ -77,3 +80,4 @@ class GraphPass:
     name: str
     stage: str
     run: Callable[[torch.fx.GraphModule, PassContext], None]
+    required: bool = False

@@ -50,6 +50,8 @@ SCHEMAS: dict[str, str] = {
         "(Tensor dy, Tensor x, Tensor weight, Tensor? bias=None, Tensor? cu_seqlens=None, *, str? activation=None) -> "
         "(Tensor dx, Tensor dweight, Tensor dbias)"
     ),
+    # Marks of a packed row -> cu_seqlens int32 [tokens // 64 + 257], filled up with empty documents. No gradient.
+    "document_boundaries": "(Tensor index, *, str kind) -> Tensor cu_seqlens",
     "grouped_rms_norm": "(Tensor x, Tensor weight, *, int group_size, float eps=1e-6) -> Tensor y",
     "grouped_rms_norm_backward": (
         "(Tensor dy, Tensor x, Tensor weight, *, int group_size, float eps=1e-6) -> (Tensor dx, Tensor dweight)"
@@ -64,4 +66,23 @@ SCHEMAS: dict[str, str] = {
     "gated_residual_inject_backward": (
         "(Tensor dy, Tensor hidden, Tensor weights) -> (Tensor dhidden, Tensor dweights)"
     ),
+    # Context parallelism. table: the rank's plan (CPU int64); segments, chunk_offsets: its local segments; map_rows
+    # [n]: one entry per segment that needs a map, only its length matters; pack: the pack's cu_seqlens.
+    "kcp_gated_delta_rule": (
+        "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state, Tensor pack, Tensor table, "
+        "Tensor segments, Tensor chunk_offsets, Tensor map_rows, *, float? scale=None, "
+        "bool output_final_state=False, bool use_qk_l2norm=False, str save_mode='light', str group_name='', "
+        "str exchange='ring') -> (Tensor o, Tensor final_state, Tensor starts, Tensor maps, Tensor gcum, "
+        "Tensor k_rstd, Tensor qscale, Tensor x, Tensor h, Tensor delta)"
+    ),
+    "kcp_gated_delta_rule_backward": (
+        "(Tensor do, Tensor? dfinal_state, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, "
+        "Tensor? initial_state, Tensor pack, Tensor table, Tensor segments, Tensor chunk_offsets, Tensor starts, "
+        "Tensor maps, Tensor gcum, Tensor k_rstd, Tensor qscale, Tensor x, Tensor h, Tensor delta, *, "
+        "float? scale=None, bool use_qk_l2norm=False, str group_name='', str exchange='ring') -> "
+        "(Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta, Tensor dinitial_state)"
+    ),
+    "kcp_halo": "(Tensor x, Tensor table, Tensor fragments, int halo, str group_name) -> Tensor y",
+    "kcp_halo_backward": "(Tensor dy, Tensor table, Tensor fragments, int halo, str group_name) -> Tensor dx",
+    "kcp_gather": ("(Tensor rows, Tensor table, Tensor positions, SymInt total, str group_name) -> Tensor pack"),
 }

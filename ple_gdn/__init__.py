@@ -5,11 +5,43 @@ Importing registers the ops `torch.ops.ple_gdn.*`; it patches nothing and touche
 
 from __future__ import annotations
 
+from .explain import CapturedGraphs, capture_graphs, explain
+from .ops.causal_conv1d.op import causal_conv1d
 from .ops.gated_delta_rule.op import gated_delta_rule
+from .ops.gated_residual.op import gated_residual_down, gated_residual_inject, gated_residual_mix
+from .ops.grouped_rms_norm.op import grouped_rms_norm
+from .ops.kcp.context import KcpContext, build_kcp_context
 from .ops.kcp.partition import kcp_partition
 from .ops.kcp.planner import kcp_plan, kcp_plan_row
+from .ops.kcp.shard import kcp_gather, kcp_scatter
+from .ops.ple.op import ple_gate_conv
 from .ops.varlen import Packing, prepare_varlen
+from .report import Report, compile_reports, last_report, merge_reports
 
 __version__ = "0.1.0"
 
-__all__ = ["Packing", "gated_delta_rule", "kcp_partition", "kcp_plan", "kcp_plan_row", "prepare_varlen"]
+__all__ = [
+    "CapturedGraphs",
+    "KcpContext",
+    "Packing",
+    "Report",
+    "build_kcp_context",
+    "capture_graphs",
+    "causal_conv1d",
+    "compile_reports",
+    "explain",
+    "gated_delta_rule",
+    "gated_residual_down",
+    "gated_residual_inject",
+    "gated_residual_mix",
+    "grouped_rms_norm",
+    "kcp_gather",
+    "kcp_partition",
+    "kcp_plan",
+    "kcp_plan_row",
+    "kcp_scatter",
+    "last_report",
+    "merge_reports",
+    "ple_gate_conv",
+    "prepare_varlen",
+]

@@ -6,6 +6,8 @@ from typing import Literal
 
 import torch
 
+from ..kcp.context import KcpContext
+from ..kcp.fronts import check_context, gated_delta_rule_over_ranks
 from ..register import register_op
 from ..validation import check_tensor
 from ..varlen import Packing, unpack_cu_seqlens
@@ -163,7 +165,7 @@ def _autograd(
 gated_delta_rule_op.register_autograd(_autograd, setup_context=_setup_context)
 
 
-def _check_front_options(save_mode: object, reuse_recompute_tapes: object, scale: object, cp: object) -> None:
+def _check_front_options(save_mode: object, reuse_recompute_tapes: object, scale: object) -> None:
     """What the raw op cannot see: its strings and types differ from the front's."""
     if save_mode not in ("light", "full"):
         raise ValueError(f"save_mode: expected 'light' or 'full', got {save_mode!r}")
@@ -171,8 +173,6 @@ def _check_front_options(save_mode: object, reuse_recompute_tapes: object, scale
         raise ValueError(f"reuse_recompute_tapes: expected True, False or 'auto', got {reuse_recompute_tapes!r}")
     if isinstance(scale, torch.Tensor):
         raise TypeError("scale: expected a float or None, got a torch.Tensor")
-    if cp is not None:
-        raise TypeError(f"cp: expected None or a KcpContext built by build_kcp_context, got {type(cp).__name__}")
 
 
 def gated_delta_rule(
@@ -190,7 +190,7 @@ def gated_delta_rule(
     save_mode: Literal["light", "full"] = "light",
     reuse_recompute_tapes: bool | Literal["auto"] = "auto",
     workspace: torch.Tensor | None = None,
-    cp: object | None = None,
+    cp: KcpContext | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Gated delta rule (Yang, Kautz, Hatamizadeh, 2024), chunkwise, with an exact backward.
 
@@ -216,7 +216,8 @@ def gated_delta_rule(
             bitwise equal.
         workspace: `[bytes]` uint8 on q's device, at least `gdn_workspace_bytes(...)`: scratch for kernels; the CPU
             implementation checks it and leaves it alone.
-        cp: a `KcpContext`: the inputs are this rank's shard.
+        cp: a prepared `KcpContext`: the inputs are this rank's shard of its pack, `initial_state` the whole pack's;
+            the final state is nonzero for documents that end on this rank. Then `cu_seqlens` must be None.
 
     Returns:
         `o` `[B, T, HV, V]` in q's dtype, and the final state `[N, HV, K, V]` float32 or None.
@@ -230,10 +231,21 @@ def gated_delta_rule(
     for name, tensor in (("initial_state", initial_state), ("workspace", workspace)):
         if tensor is not None:
             check_tensor(name, tensor)
-    _check_front_options(save_mode, reuse_recompute_tapes, scale, cp)
+    _check_front_options(save_mode, reuse_recompute_tapes, scale)
     boundaries, chunk_offsets = unpack_cu_seqlens(cu_seqlens)
     differentiable = (q, k, v, g, beta) if initial_state is None else (q, k, v, g, beta, initial_state)
     wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in differentiable)
+    if cp is not None:
+        o, final_state = gated_delta_rule_over_ranks(
+            *(q, k, v, g, beta),
+            check_context(cp, q.shape[1], q.shape[0], cu_seqlens),
+            scale=scale,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            use_qk_l2norm=use_qk_l2norm,
+            save_mode=save_mode if wants_gradient else "none",
+        )
+        return o, final_state if output_final_state else None
     o, final_state, *_ = torch.ops.ple_gdn.gated_delta_rule(
         *(q, k, v, g, beta, initial_state, boundaries, chunk_offsets, workspace),
         scale=scale,

@@ -1,0 +1,211 @@
+"""Element-wise lowerings that round where eager rounds, and the one table of how eager computes each op.
+
+Eager rounds the result of every ATen op to its dtype. Inductor fuses neighbours in fp32 and drops those roundings. Here
+an op is lowered as: round each 16-bit operand, compute in fp32, round the result. Rounding operands as well keeps it
+right whatever Inductor fuses in front of it; a value that is rounded already does not change.
+
+`rounded_op(aten.mul.Tensor)` is the graph-level form: an op of the same schema in the private namespace
+`ple_gdn_rounded`. Run outside Inductor it is the ATen op itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._inductor import ir
+from torch._inductor.lowering import lowerings, register_lowering
+from torch._inductor.ops_handler import OpsHandler
+from torch._inductor.virtualized import ops
+from torch.utils._pytree import tree_map
+
+from ..ops.validation import LOW_PRECISION
+
+aten = torch.ops.aten
+NAMESPACE = "ple_gdn_rounded"
+_LIBRARY = torch.library.Library(NAMESPACE, "DEF")
+
+Values = Callable[..., Any]
+
+
+def round_value(value: Any, dtype: torch.dtype) -> Any:
+    """Rounds an fp32 value to `dtype` and back, in a form that code generation cannot drop.
+
+    The product with one is for C++: its code generator merges the cast with that of a store of the same value and hands
+    later readers the unrounded fp32 (2,792 of 16,448 elements wrong without it). Triton's compiler removes it.
+    """
+    narrow = ops.to_dtype(ops.to_dtype(value, dtype, use_compute_types=False), dtype)
+    return ops.mul(narrow, ops.constant(1.0, torch.float32))
+
+
+def rounded(box: Any) -> Any:
+    """A tensor of 16-bit floats, each rounded to its dtype at the point of use; anything else as it is."""
+    if not isinstance(box, ir.TensorBox) or box.get_dtype() not in LOW_PRECISION:
+        return box
+    if isinstance(getattr(box.data, "data", None), (ir.Reduction, ir.InputBuffer)):
+        box.realize()
+    dtype, load = box.get_dtype(), box.make_loader()
+    return ir.Pointwise.create(
+        device=box.get_device(),
+        dtype=dtype,
+        inner_fn=lambda index: round_value(load(index), dtype),
+        ranges=box.get_size(),
+    )
+
+
+def _one() -> Any:
+    return ops.constant(1.0, torch.float32)
+
+
+def _divide(device: str, x: Any, y: Any) -> Any:
+    """IEEE division: Triton's `/` is the approximate `div.full.f32`, which moves FP16 results."""
+    if device != "cuda" or torch.version.hip is not None:
+        return ops.truediv(x, y)
+    if hasattr(OpsHandler, "div_rn"):
+        return ops.div_rn(x, y)
+    return ops.inline_asm_elementwise(x, y, asm="div.rn.f32 $0, $1, $2;", constraints="=f,f,f", dtype=torch.float32)
+
+
+def _sigmoid(device: str, x: Any) -> Any:
+    return _divide(device, _one(), ops.add(_one(), ops.exp(ops.neg(x))))
+
+
+def _eager_sigmoid(device: str, dtype: torch.dtype) -> Values:
+    return lambda x: _sigmoid(device, x)
+
+
+def _eager_silu(device: str, dtype: torch.dtype) -> Values:
+    return lambda x: _divide(device, x, ops.add(_one(), ops.exp(ops.neg(x))))
+
+
+def _eager_sigmoid_backward(device: str, dtype: torch.dtype) -> Values:
+    if device == "cpu" and dtype == torch.bfloat16:
+        return lambda dy, y: ops.mul(ops.mul(dy, ops.sub(_one(), y)), y)
+
+    def narrow(dy: Any, y: Any) -> Any:
+        # CUDA, and FP16 on the CPU, compute in the 16-bit type: each of the three steps rounds.
+        slope = round_value(ops.sub(_one(), y), dtype)
+        return ops.mul(round_value(ops.mul(dy, slope), dtype), y)
+
+    return narrow
+
+
+def _fma(x: Any, y: Any, z: Any) -> Any:
+    """x * y + z with one rounding from fp32 sums and products: Inductor's C++ has no fused multiply-add.
+
+    Dekker's splitting gives the product's error, Knuth's sum that of the addition. |x * y| must stay below 2**115.
+    """
+
+    def halves(value: Any) -> tuple[Any, Any]:
+        big = ops.mul(value, ops.constant(4097.0, torch.float32))
+        high = ops.sub(big, ops.sub(big, value))
+        return high, ops.sub(value, high)
+
+    (x_high, x_low), (y_high, y_low) = halves(x), halves(y)
+    product = ops.mul(x, y)
+    error = ops.sub(ops.mul(x_high, y_high), product)
+    for a, b in ((x_high, y_low), (x_low, y_high), (x_low, y_low)):
+        error = ops.add(error, ops.mul(a, b))
+    total = ops.add(product, z)
+    from_z = ops.sub(total, product)
+    lost = ops.add(ops.sub(product, ops.sub(total, from_z)), ops.sub(z, from_z))
+    return ops.add(total, ops.add(lost, error))
+
+
+def _eager_silu_backward(device: str, dtype: torch.dtype) -> Values:
+    def bracket(x: Any, rest: Any) -> Any:
+        # Both eager builds contract 1 + x * (1 - s) to a fused multiply-add. BF16 never shows it (0 of 65,536 codes on
+        # the CPU); FP16 does in 2.
+        if device != "cpu":
+            return ops.fma(x, rest, _one())
+        return _fma(x, rest, _one()) if dtype == torch.float16 else ops.add(_one(), ops.mul(x, rest))
+
+    def value(dy: Any, x: Any) -> Any:
+        gate = _sigmoid(device, x)
+        return ops.mul(ops.mul(dy, gate), bracket(x, ops.sub(_one(), gate)))
+
+    return value
+
+
+# How eager computes one element of a 16-bit op from fp32 operands, before the final rounding, by device and dtype.
+# An op that is not listed is computed by Inductor's own lowering of it, whose fp32 formula is eager's.
+EAGER_RULES: dict[torch._ops.OpOverload, Callable[[str, torch.dtype], Values]] = {
+    aten.sigmoid.default: _eager_sigmoid,
+    aten.silu.default: _eager_silu,
+    aten.sigmoid_backward.default: _eager_sigmoid_backward,
+    aten.silu_backward.default: _eager_silu_backward,
+}
+
+
+def _plain_sigmoid_backward(dy: Any, y: Any) -> Any:
+    return ops.mul(dy, ops.mul(y, ops.sub(_one(), y)))
+
+
+def _plain_silu(x: Any) -> Any:
+    return ops.truediv(x, ops.add(_one(), ops.exp(ops.neg(x))))
+
+
+def _plain_silu_backward(dy: Any, x: Any) -> Any:
+    gate = ops.sigmoid(x)
+    return ops.mul(ops.mul(dy, gate), ops.add(_one(), ops.mul(x, ops.sub(_one(), gate))))
+
+
+# Ops that Inductor decomposes before lowering: its own formula, for operands that need no rounding (fp32).
+PLAIN_RULES: dict[torch._ops.OpOverload, Values] = {
+    aten.silu.default: _plain_silu,
+    aten.sigmoid_backward.default: _plain_sigmoid_backward,
+    aten.silu_backward.default: _plain_silu_backward,
+}
+
+
+def _pointwise(value: Values, dtype: torch.dtype, boxes: tuple) -> Any:
+    loaders = [box.make_loader() for box in boxes]
+    return ir.Pointwise.create(
+        device=boxes[0].get_device(),
+        dtype=dtype,
+        inner_fn=lambda index: value(*[load(index) for load in loaders]),
+        ranges=boxes[0].get_size(),
+    )
+
+
+def can_lower(target: Any) -> bool:
+    return target in EAGER_RULES or target in lowerings
+
+
+def lower_as_eager(target: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Inductor IR of one ATen op with eager's roundings; without a 16-bit tensor it is Inductor's own."""
+    args, kwargs = tree_map(rounded, (args, kwargs))
+    first = args[0] if args else None
+    dtype = first.get_dtype() if isinstance(first, ir.TensorBox) else None
+    if dtype in LOW_PRECISION and target in EAGER_RULES:
+        return rounded(_pointwise(EAGER_RULES[target](first.get_device().type, dtype), dtype, args))
+    if target in PLAIN_RULES:
+        return _pointwise(PLAIN_RULES[target], dtype, args)
+    return rounded(lowerings[target](*args, **kwargs))
+
+
+def rounded_op(target: torch._ops.OpOverload, *args: Any) -> torch._ops.OpOverload:
+    """The op `ple_gdn_rounded::<name>` for a call of `target` with `args`: its schema, fake and eager result.
+
+    ATen takes a Python number for a tensor argument, other namespaces do not: such a call gets a variant whose argument
+    is a Scalar.
+    """
+    numbers = (i for i, value in enumerate(args) if isinstance(value, (int, float, torch.SymInt, torch.SymFloat)))
+    return _define(target, tuple(i for i in numbers if str(target._schema.arguments[i].type) == "Tensor"))
+
+
+@functools.cache
+def _define(target: torch._ops.OpOverload, numbers: tuple[int, ...]) -> torch._ops.OpOverload:
+    name = "_".join([*target.name().replace("::", "_").split("."), *map(str, numbers)])
+    schema = str(target._schema)
+    for i in numbers:
+        argument = target._schema.arguments[i].name
+        schema = schema.replace(f"Tensor {argument}", f"Scalar {argument}")
+    _LIBRARY.define(name + schema[schema.index("(") :], tags=[t for t in target.tags if t == torch.Tag.pointwise])
+    _LIBRARY.impl(name, target, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", target, lib=_LIBRARY)
+    op = getattr(getattr(torch.ops, NAMESPACE), name).default
+    register_lowering(op, type_promotion_kind=None)(functools.partial(lower_as_eager, target))
+    return op

@@ -1,0 +1,152 @@
+"""`KcpContext`: what a rank needs to run the ops on its shard of a pack."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+
+from .partition import CHUNK, Partition
+from .plan import RankPlan, decode_plan, encode_plan, needs_map
+from .planner import H200_SM_COUNT, P_RULES, kcp_plan_row
+from .upload import upload_tables
+
+EXCHANGES = ("ring", "all_to_all")
+
+
+def _no_table() -> torch.Tensor:
+    return torch.empty(0, dtype=torch.int64)
+
+
+@dataclass
+class KcpContext:
+    """One rank's view of a partitioned pack. Built by `build_kcp_context`; `prepare` makes the device tables.
+
+    Attributes:
+        part, rank, device, p_rule, exchange, sm_count: as given to `build_kcp_context`.
+        group_name: name of the process group ("" for one rank): what compiled graphs carry.
+        table: the plan as an int64 CPU tensor.
+        pack: the pack's cu_seqlens as an int64 CPU tensor.
+        map_rows: `[n]`, one entry per local segment that needs a map (only its length matters, to compiled graphs).
+        fragments: `[F + 1]` int64 on the device, local boundaries of the rank's fragments.
+        segments: `[S + 1]` int64 on the device, local boundaries of the rank's segments.
+        chunk_offsets: `[S + 1]` int64 on the device, 64-row chunks before each segment.
+        positions: `[T_local]` int64 on the device, global position of each local token.
+    """
+
+    part: Partition
+    rank: int
+    device: torch.device
+    p_rule: str | int
+    exchange: str
+    sm_count: int
+    group_name: str
+    heads: tuple[int, int] | None = None
+    table: torch.Tensor = field(default_factory=_no_table)
+    pack: torch.Tensor = field(default_factory=_no_table)
+    map_rows: torch.Tensor = field(default_factory=_no_table)
+    fragments: torch.Tensor = field(default_factory=_no_table)
+    segments: torch.Tensor = field(default_factory=_no_table)
+    chunk_offsets: torch.Tensor = field(default_factory=_no_table)
+    positions: torch.Tensor = field(default_factory=_no_table)
+
+    def prepare(self, H: int, HV: int) -> KcpContext:
+        """Chooses P for (H, HV) heads and uploads the tables; no synchronising CUDA call. Returns the context.
+
+        Raises:
+            ValueError: HV not a positive multiple of H.
+        """
+        if H < 1 or HV < 1 or HV % H:
+            raise ValueError(f"HV: expected a positive multiple of H = {H}, got {HV}")
+        if self.heads == (H, HV):
+            return self
+        if isinstance(self.p_rule, int):
+            row = [self.p_rule] * self.part.world_size
+        else:
+            row = kcp_plan_row(self.part, HV, sm_count=self.sm_count, p_rule=self.p_rule)
+        self.table = encode_plan(self.part, self.rank, row)
+        segments = self.plan.segments
+        bounds = [0, *(s.end for s in segments)]
+        chunks = list(accumulate((-((s.start - s.end) // CHUNK) for s in segments), initial=0))
+        runs = self.part.by_rank[self.rank]
+        starts = self.part.local_cu_seqlens(self.rank)
+        columns = {
+            "segments": bounds,
+            "chunk_offsets": chunks,
+            "fragments": starts,
+            "lengths": [f.end - f.start for f in runs],
+            "shifts": [f.start - start for f, start in zip(runs, starts, strict=False)],
+        }
+        tables = upload_tables({name: (torch.int64, values) for name, values in columns.items()}, self.device)
+        self.segments, self.chunk_offsets = tables["segments"], tables["chunk_offsets"]
+        self.fragments = tables["fragments"]
+        # output_size given, so repeat_interleave does not ask the device for the sum
+        shifts = torch.repeat_interleave(tables["shifts"], tables["lengths"], output_size=starts[-1])
+        self.positions = torch.arange(starts[-1], device=self.device) + shifts
+        self.pack = torch.tensor(self.part.cu_seqlens, dtype=torch.int64)
+        self.map_rows = torch.zeros(sum(needs_map(s) for s in segments), dtype=torch.int64)
+        self.heads = (H, HV)
+        return self
+
+    @property
+    def plan(self) -> RankPlan:
+        """The rank's plan.
+
+        Raises:
+            RuntimeError: before `prepare`.
+        """
+        if not self.table.numel():
+            raise RuntimeError("KcpContext: call prepare(H, HV) before using the context")
+        return decode_plan(self.table)
+
+    @property
+    def local_tokens(self) -> int:
+        return self.part.local_tokens(self.rank)
+
+
+def build_kcp_context(
+    part: Partition,
+    group: dist.ProcessGroup | None,
+    rank: int,
+    device: torch.device | str,
+    *,
+    p_rule: str | int = "row_cost_lpt",
+    exchange: str = "ring",
+    sm_count: int | None = None,
+) -> KcpContext:
+    """Context of `rank` for the partition `part`; call `.prepare(H, HV)` before use.
+
+    Args:
+        part: from `kcp_partition`, equal on every rank.
+        group: process group of `part.world_size` ranks; None for one rank.
+        rank: this rank within the group.
+        device: where the shards live.
+        p_rule: how many segments a fragment is cut into: a planner rule ("one", "occ", "wave_fill1", "row_cost",
+            "row_cost_lpt") or one number for every rank.
+        exchange: "ring" (states travel from fragment to fragment) or "all_to_all" (maps travel at once); same bits.
+        sm_count: multiprocessors the plan reckons with; must be equal on every rank. Default: the device's, 132 on CPU.
+
+    Raises:
+        TypeError: part is not a Partition.
+        ValueError: rank or group size that does not fit the partition, an unknown rule or exchange.
+    """
+    if not isinstance(part, Partition):
+        raise TypeError(f"part: expected the result of kcp_partition, got {type(part).__name__}")
+    if not 0 <= rank < part.world_size:
+        raise ValueError(f"rank: expected 0 <= rank < {part.world_size}, got {rank}")
+    size = 1 if group is None else group.size()
+    if size != part.world_size:
+        raise ValueError(f"group: expected {part.world_size} ranks as in the partition, got {size}")
+    if exchange not in EXCHANGES:
+        raise ValueError(f"exchange: expected one of {', '.join(EXCHANGES)}, got {exchange!r}")
+    fixed = isinstance(p_rule, int) and not isinstance(p_rule, bool) and p_rule >= 1
+    if not fixed and p_rule not in P_RULES:
+        raise ValueError(f"p_rule: expected one of {', '.join(P_RULES)} or a positive number, got {p_rule!r}")
+    device = torch.device(device)
+    if sm_count is None:
+        on_gpu = device.type == "cuda"
+        sm_count = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else H200_SM_COUNT
+    name = "" if group is None else group.group_name
+    return KcpContext(part, rank, device, p_rule, exchange, sm_count, name)

@@ -1,0 +1,119 @@
+"""The plan of one rank: segments, what each needs, who sends which fragment to whom. Host integers only.
+
+A plan is a pure function of (partition, rank, P of every rank). It travels into the ops as one int64 CPU tensor, so a
+compiled graph takes a new pack without recompiling; the ops parse it once per content.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from .partition import CHUNK, Fragment, Partition
+from .planner import segment_lengths
+
+_HEADER = 4  # rank, world_size, documents, fragments
+_COLUMNS = 4  # rank, document, start, end
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of whole chunks of one local fragment; `start`, `end` are local positions on the rank."""
+
+    fragment: int  # index into RankPlan.fragments
+    start: int
+    end: int
+    first: bool  # opens its document: its start state is initial_state, it needs no map M
+    last: bool  # closes its document: nothing follows it, it needs no summary
+
+
+def needs_map(s: Segment) -> bool:
+    """Whether a state passes through the segment from outside to outside."""
+    return not s.first and not s.last
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """Everything one rank does. `chains[d]` lists the global fragment indices of document d in order."""
+
+    rank: int
+    world_size: int
+    num_documents: int
+    row: tuple[int, ...]
+    fragments: tuple[Fragment, ...]
+
+    @cached_property
+    def chains(self) -> tuple[tuple[int, ...], ...]:
+        chains: list[list[int]] = [[] for _ in range(self.num_documents)]
+        for i, fragment in enumerate(self.fragments):
+            chains[fragment.document].append(i)
+        return tuple(map(tuple, chains))
+
+    @cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        """The rank's segments in local order."""
+        out: list[Segment] = []
+        offset = 0
+        for i, f in enumerate(self.fragments):
+            if f.rank != self.rank:
+                continue
+            position, lengths = offset, segment_lengths(f.num_chunks, self.row[self.rank])
+            for j, chunks in enumerate(lengths):
+                end = min(position + chunks * CHUNK, offset + f.end - f.start)
+                first = j == 0 and not f.has_pred
+                last = j == len(lengths) - 1 and not f.has_succ
+                out.append(Segment(i, position, end, first, last))
+                position = end
+            offset += f.end - f.start
+        return tuple(out)
+
+    @cached_property
+    def hops(self) -> int:
+        """Links of the longest chain: every rank takes part in that many ring steps."""
+        return max((len(chain) - 1 for chain in self.chains), default=0)
+
+    @property
+    def crosses(self) -> bool:
+        return self.hops > 0
+
+
+def encode_plan(part: Partition, rank: int, row: Sequence[int]) -> torch.Tensor:
+    """The int64 CPU tensor `decode_plan` reads: header, P of every rank, then (rank, document, start, end) rows."""
+    flat = [rank, part.world_size, len(part.cu_seqlens) - 1, len(part.fragments), *row]
+    for fragment in part.fragments:
+        flat += fragment[:_COLUMNS]
+    return torch.tensor(flat, dtype=torch.int64)
+
+
+# Parsed plans by content, newest last: a step parses its plan once for all layers, forward and backward.
+_PARSED: OrderedDict[bytes, RankPlan] = OrderedDict()
+_PARSED_LIMIT = 16
+
+
+def decode_plan(table: torch.Tensor) -> RankPlan:
+    """The plan written in `table` (from `encode_plan`), cached by content and never by tensor identity."""
+    key = table.numpy().tobytes()
+    plan = _PARSED.get(key)
+    if plan is None:
+        plan = _parse(table.tolist())
+        _PARSED[key] = plan
+        while len(_PARSED) > _PARSED_LIMIT:
+            _PARSED.popitem(last=False)
+    return plan
+
+
+def _parse(flat: list[int]) -> RankPlan:
+    rank, world, documents, count = flat[:_HEADER]
+    row = flat[_HEADER : _HEADER + world]
+    body = flat[_HEADER + world :]
+    rows = [tuple(body[_COLUMNS * i : _COLUMNS * (i + 1)]) for i in range(count)]
+    fragments = []
+    for i, (owner, document, start, end) in enumerate(rows):
+        pred = i > 0 and rows[i - 1][1] == document
+        succ = i + 1 < count and rows[i + 1][1] == document
+        fragments.append(Fragment(owner, document, start, end, -((start - end) // CHUNK), pred, succ))
+    return RankPlan(rank, world, documents, tuple(row), tuple(fragments))

@@ -1,0 +1,27 @@
+"""The one place that knows what differs between torch releases, and which releases were tested."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import torch
+
+log = logging.getLogger("ple_gdn")
+
+# Each was run; a release between two of them is warned about too.
+TESTED = ((2, 11), (2, 13), (2, 14))
+
+
+def release() -> tuple[int, int]:
+    """(major, minor) of torch, without its local tag ("2.11.0+cu130" -> (2, 11))."""
+    major, minor = torch.__version__.split("+")[0].split(".")[:2]
+    return int(major), int(minor)
+
+
+@functools.cache
+def warn_if_untested() -> None:
+    """One warning per process when torch is a release this package was not tested with."""
+    if release() not in TESTED:
+        names = ", ".join(f"{major}.{minor}" for major, minor in TESTED)
+        log.warning("ple_gdn was tested with torch %s, not with %s: verify gradients first", names, torch.__version__)

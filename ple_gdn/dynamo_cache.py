@@ -1,0 +1,52 @@
+"""Dynamo's cache of compiled code, for a trace that must leave none of it behind and use none of the user's."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.convert_frame import register_bytecode_hook
+from torch._dynamo.guards import DeletedGuardManagerWrapper
+
+# A trace adds one cache entry a frame beside the user's; it must not trip over their recompile limit.
+UNLIMITED = 1 << 30
+
+
+@contextlib.contextmanager
+def forgotten(backend: Callable[..., Any]) -> Iterator[None]:
+    """Drops, on exit, the code compiled with `backend` inside: it would count towards the user's recompile limit."""
+    codes: list[types.CodeType] = []
+    hook = register_bytecode_hook(lambda code, new_code: codes.append(code))
+    limits = {"recompile_limit": UNLIMITED, "accumulated_recompile_limit": UNLIMITED, "suppress_errors": False}
+    try:
+        with dynamo_config.patch(limits):
+            yield
+    finally:
+        hook.remove()
+        for code in dict.fromkeys(codes):
+            for entry in _debug_get_cache_entry_list(code):
+                if getattr(entry.backend, "compiler_fn", entry.backend) is backend:
+                    reason = "traced for ple_gdn.explain only"
+                    entry.guard_manager.extra_state.invalidate(entry, DeletedGuardManagerWrapper(reason))
+
+
+@contextlib.contextmanager
+def uncompiled(fn: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """`fn` as it was before `torch.compile(fn)` or `fn.compile()`."""
+    fn = getattr(fn, "_orig_mod", fn)
+    while hasattr(fn, "_torchdynamo_orig_callable"):
+        fn = fn._torchdynamo_orig_callable
+    in_place = fn._compiled_call_impl if isinstance(fn, torch.nn.Module) else None
+    if in_place is None:
+        yield fn
+        return
+    fn._compiled_call_impl = None
+    try:
+        yield fn
+    finally:
+        fn._compiled_call_impl = in_place

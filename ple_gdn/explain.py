@@ -1,0 +1,162 @@
+"""`explain` and `capture_graphs`: one traced call, forward and backward, without code generation.
+
+The function runs once, its graphs interpreted op by op (Python between graph breaks needs real values); what it would
+change is put back. The backward is traced at compile time and never run, so no gradient is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .report import Report, make_report, merge_reports
+from .untouched import Guarded, untouched
+
+if TYPE_CHECKING:
+    from .fx_passes.records import GraphPass
+
+
+@dataclass
+class CapturedGraphs:
+    """Stable text of every stage, one entry for each graph Dynamo made.
+
+    dynamo: as traced. pre_grad: after the passes that run before autograd. joint: forward and backward in one, after
+    the joint-graph passes. forward, backward: after partitioning, as handed to code generation. `joint` and `backward`
+    have entries for graphs that need a gradient only. passes: for each pass, in order, the graphs after it.
+    """
+
+    dynamo: list[str] = field(default_factory=list)
+    pre_grad: list[str] = field(default_factory=list)
+    joint: list[str] = field(default_factory=list)
+    forward: list[str] = field(default_factory=list)
+    backward: list[str] = field(default_factory=list)
+    passes: dict[str, list[str]] = field(default_factory=dict)
+
+
+def explain(fn: Callable[..., Any], *args: Any, options: dict[str, Any] | None = None, **kwargs: Any) -> Report:
+    """What the backend does to `fn(*args, **kwargs)`: rewrites, refusals with reasons, tape decisions, failures.
+
+    `fn` is a module or a function; it runs once in eager arithmetic. Parameters, gradients, buffers, tensor arguments
+    and random state are as before afterwards. Raises ValueError or TypeError for a bad option, and what `fn` raises.
+    """
+    return _trace(fn, args, kwargs, options).report()
+
+
+def capture_graphs(
+    fn: Callable[..., Any], *args: Any, options: dict[str, Any] | None = None, **kwargs: Any
+) -> CapturedGraphs:
+    """Text of the graphs of `fn(*args, **kwargs)` at every stage and after every pass, to pin with `expecttest`.
+
+    The same bytes in every process. Runs `fn` once and leaves state alone as `explain` does; raises what it raises.
+    """
+    return _trace(fn, args, kwargs, options).graphs
+
+
+class _Tracer:
+    """A backend that traces everything, generates nothing, and notes each graph at each stage."""
+
+    def __init__(self, options: dict[str, Any] | None, guarded: Guarded) -> None:
+        self.options = options
+        self.guarded = guarded
+        self.graphs = CapturedGraphs()
+        self.reports: list[Report] = []
+
+    def report(self) -> Report:
+        return merge_reports(self.reports)
+
+    def __call__(self, gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        from torch._functorch import config as functorch_config
+
+        from .backend import open_compilation
+        from .fx_passes.graph_text import graph_text
+
+        stages = _Stages(graph_text(gm))
+        compilation = open_compilation(None, self.options)
+        compilation.inductor_options["force_disable_caches"] = True
+        compilation.inner_compile = stages.inner_compile
+        compilation.observer = stages.after_pass
+        compilation.last_joint_passes = (stages.after_joint,)
+        with functorch_config.patch(force_non_lazy_backward_lowering=True):
+            run = compilation.run(gm, example_inputs)
+        self.reports.append(make_report(gm, compilation.records))
+        stages.file(self.graphs)
+        return self._protecting(run, _written_inputs())
+
+    def _protecting(self, run: Callable[..., Any], written: list[int]) -> Callable[..., Any]:
+        def protected(*args: Any) -> Any:
+            self.guarded.protect([args[i] for i in written if isinstance(args[i], torch.Tensor)])
+            return run(*args)
+
+        return protected
+
+
+class _Stages:
+    """Texts of one graph on its way through the backend."""
+
+    def __init__(self, dynamo: str) -> None:
+        self.dynamo = dynamo
+        self.pre_grad = dynamo
+        self.passes: dict[str, str] = {}
+        self.joint: str | None = None
+        self.forward: str | None = None
+        self.backward: str | None = None
+        self.is_inference = False
+
+    def after_pass(self, graph_pass: GraphPass, gm: torch.fx.GraphModule) -> None:
+        from .fx_passes.graph_text import graph_text
+
+        # Subgraphs of a joint graph come first, the graph that holds them last: the last text stands.
+        self.passes[graph_pass.name] = graph_text(gm)
+        if graph_pass.stage == "dynamo":
+            self.pre_grad = self.passes[graph_pass.name]
+
+    def after_joint(self, graph: torch.fx.Graph) -> None:
+        from .fx_passes.graph_text import graph_text
+
+        self.joint = graph_text(graph.owning_module)
+
+    def inner_compile(self, gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        """Stands in for Inductor's code generation: notes the graph and returns its interpreter."""
+        from functorch.compile import make_boxed_func
+
+        from .fx_passes.graph_text import graph_text
+
+        if kwargs.get("is_backward", False):
+            self.backward = graph_text(gm)
+        else:
+            self.is_inference = kwargs.get("is_inference", False)
+            self.forward = graph_text(gm)
+        return make_boxed_func(gm.forward)
+
+    def file(self, graphs: CapturedGraphs) -> None:
+        graphs.dynamo.append(self.dynamo)
+        graphs.pre_grad.append(self.pre_grad)
+        if self.forward is not None:
+            graphs.forward.append(self.forward)
+        if not self.is_inference and self.joint is not None:
+            graphs.joint.append(self.joint)
+        if self.backward is not None:
+            graphs.backward.append(self.backward)
+        for name, text in self.passes.items():
+            graphs.passes.setdefault(name, []).append(text)
+
+
+def _written_inputs() -> list[int]:
+    """Positions of the inputs that the graph just compiled writes to."""
+    metadata = torch._guards.TracingContext.get().fw_metadata
+    return [i for i, info in enumerate(metadata.input_info) if info.mutates_data] if metadata is not None else []
+
+
+def _trace(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], options: dict[str, Any] | None
+) -> _Tracer:
+    from .dynamo_cache import forgotten, uncompiled
+
+    with uncompiled(fn) as plain, untouched(plain, args, kwargs) as guarded:
+        tracer = _Tracer(options, guarded)
+        with forgotten(tracer):
+            torch.compile(plain, backend=tracer)(*args, **kwargs)
+    return tracer
