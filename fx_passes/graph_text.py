@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch.utils._dtype_abbrs import dtype_abbrs
 
+# Longer calls are broken, one argument a line.
+WIDTH = 110
+
 _SYMBOL = re.compile(r"\b([suz])(\d+)\b")
 
 
@@ -46,7 +49,7 @@ def _write(gm: torch.fx.GraphModule, name: str, blocks: list[str], seen: set[int
             else:
                 lines.append(f"    {names[node]}{_annotation(node)} = self.{node.target}")
         else:
-            lines.append(f"    {names[node]}{_annotation(node)} = {_call(node, names)}")
+            lines.append(_call(node, names))
     blocks.append("\n".join([f"graph {name}(", *inputs, "):", *lines]))
     for module, module_name in nested:
         _write(module, module_name if name == "main" else f"{name}.{module_name}", blocks, seen)
@@ -107,16 +110,22 @@ def _call(node: torch.fx.Node, names: dict[torch.fx.Node, str]) -> str:
     args = [_format(arg, names) for arg in node.args]
     kwargs = [f"{key}={_format(value, names)}" for key, value in node.kwargs.items()]
     if node.op == "call_method":
-        return f"{args[0]}.{node.target}({', '.join(args[1:] + kwargs)})"
-    if node.op == "call_module":
-        return f"self.{node.target}({', '.join(args + kwargs)})"
-    return f"{_callable_name(node.target)}({', '.join(args + kwargs)})"
+        target, args = f"{args[0]}.{node.target}", args[1:]
+    else:
+        target = f"self.{node.target}" if node.op == "call_module" else _callable_name(node.target)
+    head = f"    {names[node]}{_annotation(node)} = {target}("
+    line = f"{head}{', '.join(args + kwargs)})"
+    if len(line) <= WIDTH:
+        return line
+    return "\n".join([head, *(f"        {arg}," for arg in args + kwargs), "    )"])
 
 
 def _callable_name(target: Any) -> str:
     if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket | torch._ops.HigherOrderOperator):
         return str(target)
     name = getattr(target, "__qualname__", getattr(target, "__name__", type(target).__qualname__))
+    # Where torch keeps its functions is its own business; users write torch.sigmoid.
+    name = name.removeprefix("_VariableFunctionsClass.")
     module = (getattr(target, "__module__", None) or "").replace("_operator", "operator")
     return f"{module}.{name}" if module else name
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 
 import torch
@@ -25,3 +26,9 @@ def warn_if_untested() -> None:
     if release() not in TESTED:
         names = ", ".join(f"{major}.{minor}" for major, minor in TESTED)
         log.warning("ple_gdn was tested with torch %s, not with %s: verify gradients first", names, torch.__version__)
+
+
+def compile_arguments_of_a_trace() -> dict[str, bool]:
+    """Arguments of `torch.compile` that keep a trace out of the user's recompile limit; 2.11 has no such argument."""
+    name = "isolate_recompiles"
+    return {name: True} if name in inspect.signature(torch.compile).parameters else {}

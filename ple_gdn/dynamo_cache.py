@@ -19,7 +19,7 @@ UNLIMITED = 1 << 30
 
 @contextlib.contextmanager
 def forgotten(backend: Callable[..., Any]) -> Iterator[None]:
-    """Drops, on exit, the code compiled with `backend` inside: it would count towards the user's recompile limit."""
+    """Drops, on exit, the code compiled with `backend` inside, and with it the graphs that it holds."""
     codes: list[types.CodeType] = []
     hook = register_bytecode_hook(lambda code, new_code: codes.append(code))
     limits = {"recompile_limit": UNLIMITED, "accumulated_recompile_limit": UNLIMITED, "suppress_errors": False}

@@ -154,9 +154,10 @@ def _trace(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], options: dict[str, Any] | None
 ) -> _Tracer:
     from .dynamo_cache import forgotten, uncompiled
+    from .ops.torch_versions import compile_arguments_of_a_trace
 
     with uncompiled(fn) as plain, untouched(plain, args, kwargs) as guarded:
         tracer = _Tracer(options, guarded)
         with forgotten(tracer):
-            torch.compile(plain, backend=tracer)(*args, **kwargs)
+            torch.compile(plain, backend=tracer, **compile_arguments_of_a_trace())(*args, **kwargs)
     return tracer

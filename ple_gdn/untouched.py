@@ -19,18 +19,23 @@ class Guarded:
 
     def __init__(self) -> None:
         self._values: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._versions = contextlib.ExitStack()
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) in self._values
 
     def protect(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
-            if id(tensor) not in self._values:
+            if tensor not in self:
                 self._values[id(tensor)] = (tensor, tensor.detach().clone())
+                if not tensor.is_inference():
+                    # Written and put back must not look like a mutation to an autograd graph the user still holds.
+                    self._versions.enter_context(torch.autograd._unsafe_preserve_version_counter(tensor))
 
     def restore(self) -> None:
-        with torch.no_grad():
+        with torch.no_grad(), self._versions:
             for tensor, value in self._values.values():
-                # Writing the values back must not look like a mutation to an autograd graph the user still holds.
-                with torch.autograd._unsafe_preserve_version_counter(tensor):
-                    tensor.copy_(value)
+                tensor.copy_(value)
 
 
 @contextlib.contextmanager
@@ -45,7 +50,7 @@ def untouched(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
     guarded.protect(others)
     leaves = [t for t in (*parameters, *others) if t.is_leaf and t.requires_grad]
     gradients = [t.grad for t in leaves]
-    versions = [t._version for t in parameters]
+    versions = [_version(t) for t in parameters]
     try:
         with _random_state():
             for leaf in leaves:
@@ -55,13 +60,17 @@ def untouched(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
         for leaf, gradient in zip(leaves, gradients, strict=True):
             leaf.grad = gradient
         guarded.restore()
-    lost = [t for t, v in zip(parameters, versions, strict=True) if t._version != v and id(t) not in guarded._values]
+    lost = [t for t, v in zip(parameters, versions, strict=True) if _version(t) != v and t not in guarded]
     if lost:
         shapes = ", ".join(str(tuple(t.shape)) for t in lost)
         raise RuntimeError(
             f"fn wrote {len(lost)} parameter(s) of shape {shapes} outside the traced graphs, which cannot be undone: "
             "pass the forward or the loss, not a whole training step"
         )
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 @contextlib.contextmanager
