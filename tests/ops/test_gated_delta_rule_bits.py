@@ -46,7 +46,7 @@ def test_any_single_missing_tape_is_rebuilt_with_the_same_bits(missing: int) -> 
             case.do, case.dfinal_state, *case[:6], boundaries, None, None, *tapes, use_qk_l2norm=True
         )
 
-    some = [tape.new_empty(0) if at == missing else tape for at, tape in enumerate(tapes)]
+    some = [case.q.new_empty(0) if at == missing else tape for at, tape in enumerate(tapes)]
     assert all(torch.equal(a, b) for a, b in zip(gradients(tapes), gradients(some), strict=True))
 
 

@@ -173,7 +173,7 @@ def _bad_inputs() -> dict[str, tuple[type[Exception], str, dict]]:
             "workspace: expected a contiguous",
             {"workspace": torch.zeros(1 << 25, dtype=torch.uint8)[::2]},
         ),
-        "cp": (TypeError, "cp: expected None or a KcpContext", {"cp": object()}),
+        "cp": (TypeError, "cp: expected a KcpContext from build_kcp_context", {"cp": object()}),
         "misspelt": (TypeError, "use_l2norm", {"use_l2norm": True}),
         "not a tensor": (TypeError, "q: expected a torch.Tensor, got list", {"q": [1.0]}),
     }
