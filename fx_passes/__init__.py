@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from . import apply_options, fuse_gated_residual, fuse_grouped_rms_norm, fuse_ple, wire_packing
+from . import (
+    apply_options,
+    chunked_backward,
+    fuse_gated_residual,
+    fuse_grouped_rms_norm,
+    fuse_ple,
+    wire_packing,
+)
 from .records import GraphPass
 
 # Left out with options={"fuse": False}.
@@ -19,4 +26,5 @@ PASSES: tuple[GraphPass, ...] = (
     *FUSIONS,
     wire_packing.PASS,
     apply_options.PASS,
+    chunked_backward.PASS,
 )
