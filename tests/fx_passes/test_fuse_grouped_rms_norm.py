@@ -219,11 +219,14 @@ def test_a_dynamic_length_gives_one_graph():
 def test_snapshot_of_the_rewritten_graph():
     fusing = Fusing()
     fusing.compile(lambda x, weight: grouped_rms_norm(x, weight, C, EPS))(*tensors(torch.bfloat16))
-    expecttest.assert_expected_inline(graph_text(fusing.graphs[0]), """\
+    expecttest.assert_expected_inline(
+        graph_text(fusing.graphs[0]),
+        """\
 graph main(
     l_x_: bf16[2, 5, 32],
     l_weight_: bf16[32],
 ):
     grouped_rms_norm: bf16[2, 5, 32] = ple_gdn.grouped_rms_norm.default(l_x_, l_weight_, group_size=8, eps=1e-06)
     return (grouped_rms_norm,)
-""")
+""",
+    )
