@@ -59,7 +59,9 @@ def run_pass(graph_pass: GraphPass, gm: torch.fx.GraphModule, context: PassConte
     snapshot = GraphSnapshot(gm)
     marks = {name: len(entries) for name, entries in vars(context.records).items()}
     try:
-        graph_pass.run(gm, context)
+        # A user's saved-tensor hooks (save_on_cpu, byte counters) must not see the fakes the passes compute with.
+        with torch._dynamo.utils._disable_saved_tensors_hooks_during_tracing():
+            graph_pass.run(gm, context)
         gm.graph.lint()
     except Exception as error:
         if graph_pass.required:
