@@ -130,6 +130,8 @@ def find_inject(chain: Chain, node: fx.Node) -> Plan | None:
             break
     else:
         return None
+    if chain.operand(chain.operand(hyper, "permute"), "silu") is not None:
+        return None  # the sum of a PLE block, which fuse_ple has judged
     shape = value_of(outer).shape
     rows = tuple(shape[:-2])
     output = _flat_output(chain, node, rows)

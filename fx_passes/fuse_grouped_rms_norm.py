@@ -158,7 +158,7 @@ def _source(chain: Chain, x: fx.Node, group_size: int, width: int) -> fx.Node | 
     own = [node for node in path if dtype_of(node) == dtype_of(path[-1])]
     for node in own:
         if same_shape(value_of(node).shape, (*groups[:-2], width)):
-            return node
+            return chain.without_casts(node)
     for node in own:
         if same_shape(value_of(node).shape, groups):
             return Reshaped(node, "flatten", -2)

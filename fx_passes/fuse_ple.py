@@ -142,7 +142,7 @@ def _match_conv(chain: Chain, branch: fx.Node) -> Conv:
     if bias is not None:
         raise Refuse("the convolution has a bias")
     if _only(stride, "stride") != 1:
-        raise Refuse(f"the convolution's stride is {stride}, expected 1")
+        raise Refuse(f"the convolution's stride is {_only(stride, 'stride')}, expected 1")
     if groups != shape[0] or shape[1] != 1:
         raise Refuse(f"the convolution has {groups} groups for {shape[0]} channels, expected depthwise")
     padding, dilation = _only(padding, "padding"), _only(dilation, "dilation")

@@ -111,6 +111,12 @@ class Chain:
                     return node
             node = term.args[0]
 
+    def without_casts(self, node: fx.Node) -> fx.Node:
+        """The node that `node` is a mere no-op cast of."""
+        while (term := self.term(node)).op == "cast" and dtype_of(term.args[0]) == dtype_of(node):
+            node = term.args[0]
+        return node
+
     def operand(self, node: Any, op: str, *, casts: bool = False) -> Any:
         """The operand of `node` if it is (behind views) an `op`, else None."""
         term = self.term(self.skip(node, casts=casts))
@@ -148,7 +154,7 @@ class Chain:
                 break
             current = term.args[0]
         else:
-            return current
+            return self.without_casts(current)
         if not same_shape(value_of(node).shape[:-2], rows):
             raise Refuse(f"{value_name(node)} {list(value_of(node).shape)} does not have the rows {list(rows)}")
         return Reshaped(node, method, dim)
@@ -231,28 +237,25 @@ def _is_input(value: Any) -> bool:
     return isinstance(value, fx.Node | Reshaped)
 
 
-def chain_between(output: fx.Node, inputs: Iterable[fx.Node]) -> list[fx.Node]:
-    """Every node that `output` needs besides `inputs`, `output` first."""
-    inputs, seen, stack = set(inputs), [], [output]
+def _chain_between(chain: Chain, output: fx.Node, inputs: Iterable[fx.Node]) -> list[fx.Node]:
+    """The nodes whose values `output` needs besides `inputs`, in graph order; one asked for a dtype or size is not."""
+    known, seen, stack = set(inputs), set(), [output]
     while stack:
         node = stack.pop()
-        if node in inputs or node in seen:
+        if node in known or node in seen or node.op in ("placeholder", "get_attr") or value_of(node) is None:
             continue
-        if node.op in ("placeholder", "get_attr"):
-            continue
-        seen.append(node)
-        stack.extend(node.all_input_nodes)
-    return seen
+        seen.add(node)
+        stack.extend([chain.term(node).args[0]] if chain.term(node).op in ("view", "cast") else node.all_input_nodes)
+    return sorted(seen, key=chain.position.__getitem__)
 
 
 def _check_chain(chain: Chain, plan: Plan) -> list[fx.Node]:
-    interior = [node for node in chain_between(plan.output, _nodes_of(plan)) if value_of(node) is not None]
-    interior.sort(key=chain.position.__getitem__)
+    interior = _chain_between(chain, plan.output, _nodes_of(plan))
     members = set(interior)
     free: set[fx.Node] = set()  # views and casts of the inputs alone: whoever else needs them keeps them
     for node in interior:
-        source = node.all_input_nodes[0] if node.all_input_nodes else None
-        if chain.term(node).op in ("view", "cast") and (source not in members or source in free):
+        term = chain.term(node)
+        if term.op in ("view", "cast") and (term.args[0] not in members or term.args[0] in free):
             free.add(node)
     for node in members - free - {plan.output}:
         outside = [user for user in node.users if user not in members and not _reads_size(user)]
@@ -318,7 +321,7 @@ def apply_plan(chain: Chain, plan: Plan) -> None:
     interior = _check_chain(chain, plan)
     result = _insert(chain.graph, plan)
     plan.output.replace_all_uses_with(result)
-    for node in sorted(interior, key=chain.position.__getitem__, reverse=True):
+    for node in reversed(interior):
         if not node.users:
             chain.graph.erase_node(node)
     chain.refresh()
