@@ -8,6 +8,7 @@ from __future__ import annotations
 from .explain import CapturedGraphs, capture_graphs, explain
 from .ops.causal_conv1d.op import causal_conv1d
 from .ops.gated_delta_rule.op import gated_delta_rule
+from .ops.gated_delta_rule.workspace import gdn_saved_bytes, gdn_workspace_bytes, gdn_workspace_layout
 from .ops.gated_residual.op import gated_residual_down, gated_residual_inject, gated_residual_mix
 from .ops.grouped_rms_norm.op import grouped_rms_norm
 from .ops.kcp.context import KcpContext, build_kcp_context
@@ -34,6 +35,9 @@ __all__ = [
     "gated_residual_down",
     "gated_residual_inject",
     "gated_residual_mix",
+    "gdn_saved_bytes",
+    "gdn_workspace_bytes",
+    "gdn_workspace_layout",
     "grouped_rms_norm",
     "kcp_gather",
     "kcp_partition",

@@ -14,6 +14,7 @@ from ..varlen import Packing, unpack_cu_seqlens
 from . import reference
 from .checks import check_backward_inputs, check_inputs, check_modes
 from .tapes import KEPT, Tapes, document_count, new_tapes, state_dtype
+from .workspace import backward_phase, check_workspace_bytes, needed_phases, sizes_of
 
 REUSE_STRINGS: dict[bool | str, str] = {True: "hand_off", False: "replay", "auto": "auto"}
 
@@ -37,6 +38,9 @@ def _forward_impl(
 ) -> tuple[torch.Tensor, ...]:
     check_inputs(q, k, v, g, beta, initial_state, cu_seqlens, chunk_offsets, workspace)
     check_modes(save_mode, reuse_recompute_tapes)
+    check_workspace_bytes(
+        workspace, sizes_of(q, v, cu_seqlens), needed_phases(save_mode, reuse_recompute_tapes == "hand_off")
+    )
     return reference.forward(
         *(q, k, v, g, beta, initial_state, cu_seqlens, chunk_offsets),
         scale=scale,
@@ -65,6 +69,9 @@ def _forward_fake(
 ) -> tuple[torch.Tensor, ...]:
     check_inputs(q, k, v, g, beta, initial_state, cu_seqlens, chunk_offsets, workspace)
     check_modes(save_mode, reuse_recompute_tapes)
+    check_workspace_bytes(
+        workspace, sizes_of(q, v, cu_seqlens), needed_phases(save_mode, reuse_recompute_tapes == "hand_off")
+    )
     state = (document_count(q, cu_seqlens), v.shape[2], q.shape[3], v.shape[3]) if output_final_state else (0,)
     tapes = new_tapes(q, v, cu_seqlens, KEPT[save_mode])
     return (q.new_empty(v.shape), q.new_empty(state, dtype=state_dtype(q)), *tapes)
@@ -95,6 +102,7 @@ def _backward_impl(
     tapes = Tapes(gcum, k_rstd, qscale, x, h, delta)
     check_inputs(q, k, v, g, beta, initial_state, cu_seqlens, chunk_offsets, workspace)
     check_backward_inputs(do, dfinal_state, q, v, cu_seqlens, tapes)
+    check_workspace_bytes(workspace, sizes_of(q, v, cu_seqlens), (backward_phase(tapes),))
     return reference.backward(
         *(do, dfinal_state, q, k, v, g, beta, initial_state, cu_seqlens, chunk_offsets, tapes),
         scale=scale,
@@ -125,7 +133,9 @@ def _backward_fake(
     use_qk_l2norm: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     check_inputs(q, k, v, g, beta, initial_state, cu_seqlens, chunk_offsets, workspace)
-    check_backward_inputs(do, dfinal_state, q, v, cu_seqlens, Tapes(gcum, k_rstd, qscale, x, h, delta))
+    tapes = Tapes(gcum, k_rstd, qscale, x, h, delta)
+    check_backward_inputs(do, dfinal_state, q, v, cu_seqlens, tapes)
+    check_workspace_bytes(workspace, sizes_of(q, v, cu_seqlens), (backward_phase(tapes),))
     state = (0,) if initial_state is None else initial_state.shape
     return (*(x.new_empty(x.shape) for x in (q, k, v, g, beta)), q.new_empty(state, dtype=state_dtype(q)))
 
@@ -236,6 +246,8 @@ def gated_delta_rule(
     differentiable = (q, k, v, g, beta) if initial_state is None else (q, k, v, g, beta, initial_state)
     wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in differentiable)
     if cp is not None:
+        if workspace is not None:
+            raise ValueError("workspace: expected None with cp=, whose ops allocate their own temporaries")
         o, final_state = gated_delta_rule_over_ranks(
             *(q, k, v, g, beta),
             check_context(cp, q.shape[1], q.shape[0], cu_seqlens),

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from ..varlen import read_boundaries
+from .arena import Arena, complete_tapes
 from .chunk_math import (
     Gates,
     chunk_backward,
@@ -234,13 +235,18 @@ def backward(
 ) -> tuple[torch.Tensor, ...]:
     """The six gradients of the raw backward op; missing tapes are rebuilt first, by the walk that makes them."""
     problem = make_problem(q, k, v, g, beta, initial_state, cu_seqlens, chunk_offsets, scale, use_qk_l2norm)
+    complete = complete_tapes(Arena(q.device), tapes, q, v, cu_seqlens)
     missing = tapes.missing()
     if missing:
-        made = new_tapes(q, v, cu_seqlens, missing)
-        _walk(problem, _flat(tapes), _flat(made), None, None)
-        tapes = Tapes(
-            *(new if name in missing else old for name, old, new in zip(Tapes._fields, tapes, made, strict=True))
+        nothing = new_tapes(q, v, cu_seqlens, ())
+        made = Tapes(
+            *(
+                new if name in missing else empty
+                for name, new, empty in zip(Tapes._fields, complete, nothing, strict=True)
+            )
         )
+        _walk(problem, _flat(tapes), _flat(made), None, None)
+    tapes = complete
     grads = [x.new_zeros(x.shape) for x in (q, k, v, g, beta)]
     dinitial_state = q.new_empty((0,) if initial_state is None else problem.state_shape, dtype=problem.dtype)
     flat = tuple(x.flatten(0, 1) for x in grads)

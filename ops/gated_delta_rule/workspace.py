@@ -1,0 +1,253 @@
+"""Bytes of the gated delta rule before it runs: the arena by phase, and what is saved for the backward.
+
+Each formula is written once, over numbers that may be integers, SymInts or sympy symbols.
+
+| buffer                  | bytes                 | bound in                                                         |
+|-------------------------|-----------------------|------------------------------------------------------------------|
+| gcum                    | 4 T HV                | inference on CUDA; backward when the forward's were not kept     |
+| k_rstd, qscale          | 4 T H each            | as gcum                                                          |
+| x                       | 64 e T HV             | as gcum                                                          |
+| h                       | e NC HV K V           | backward, unless kept by save_mode "full"                        |
+| delta                   | e T HV V              | as h                                                             |
+| dh (adjoint of h)       | e NC HV K V           | backward on CUDA                                                 |
+
+e is the bytes of an element of q, NC = T // 64 + N the bound on the chunks of N documents in T tokens. A buffer takes
+a whole number of 256 bytes. Inside a step the CPU implementation adds tiles of at most `grid.TILE_ELEMENTS` elements
+each; they do not grow with T and are not counted.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ..validation import FLOATS, check_tensor
+from ..varlen import CHUNK, Packing, check_index_vector, read_boundaries
+from .arena import ALIGNMENT
+from .checks import WIDTHS
+from .tapes import FULL, KEPT, LIGHT, Tapes, chunk_bound
+
+if TYPE_CHECKING:
+    import sympy
+
+    from ..kcp.context import KcpContext
+
+PHASES = ("inference", "forward", "backward_replay", "backward_kept", "full")
+_BACKWARD = {
+    "backward_replay": (*FULL, "dh"),
+    "backward_kept": ("h", "delta", "dh"),
+    "full": ("dh",),
+}
+BOUND = {
+    "cuda": {"inference": LIGHT, "forward": (), **_BACKWARD},
+    "cpu": {
+        "inference": (),
+        "forward": (),
+        **{phase: tuple(name for name in names if name != "dh") for phase, names in _BACKWARD.items()},
+    },
+}
+
+
+class Sizes(NamedTuple):
+    """T tokens, NC bound on chunks, head counts and widths, e bytes of an element of q, f bytes of an fp32 tape's."""
+
+    T: Any
+    NC: Any
+    H: Any
+    HV: Any
+    K: Any
+    V: Any
+    e: Any
+    f: Any = 4
+
+    def bytes_of(self, buffer: str) -> Any:
+        """Exact bytes of a buffer, before alignment."""
+        if buffer == "gcum":
+            return self.f * self.T * self.HV
+        if buffer in ("k_rstd", "qscale"):
+            return self.f * self.T * self.H
+        if buffer == "x":
+            return self.e * self.T * self.HV * CHUNK
+        if buffer == "delta":
+            return self.e * self.T * self.HV * self.V
+        return self.e * self.NC * self.HV * self.K * self.V
+
+    def arena_bytes(self, phase: str, device: str = "cuda") -> Any:
+        """Integer (or SymInt) bytes of the arena in a phase."""
+        return sum(-(-self.bytes_of(name) // ALIGNMENT) * ALIGNMENT for name in BOUND[device][phase])
+
+
+def sizes_of(q: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None) -> Sizes:
+    """Sizes of a call from its tensors; `T` counts the rows of all batch rows."""
+    rows = q.shape[0] * q.shape[1]
+    wide = 8 if q.dtype == torch.float64 else 4
+    return Sizes(rows, chunk_bound(q, cu_seqlens), *(q.shape[2], v.shape[2], q.shape[3], v.shape[3]), q.itemsize, wide)
+
+
+class WorkspaceLayout(dict[str, "sympy.Expr"]):
+    """Bytes of the arena by phase, as sympy expressions in the symbols T, N, H, HV, K, V and e.
+
+    Phases: "inference" (no gradient), "forward", then the backward with every tape rebuilt ("backward_replay"), with
+    the light tapes kept ("backward_kept") and with save_mode "full" ("full").
+
+    Attributes:
+        values: symbol -> integer for the pack that the layout was made for.
+    """
+
+    def __init__(self, phases: dict[str, sympy.Expr], values: dict[sympy.Symbol, int]) -> None:
+        super().__init__(phases)
+        self.values = values
+
+    def bytes(self, phase: str) -> int:
+        """The expression of `phase` evaluated for the pack."""
+        return int(self[phase].subs(self.values))
+
+
+def gdn_workspace_layout(
+    cu_seqlens: torch.Tensor | Packing,
+    H: int,
+    HV: int,
+    K: int,
+    V: int,
+    *,
+    dtype: torch.dtype,
+    save_mode: str = "light",
+    reuse_recompute_tapes: bool | str = False,
+    cp: KcpContext | None = None,
+    device: str = "cuda",
+) -> WorkspaceLayout:
+    """Bytes of the arena of `gated_delta_rule` by phase, symbolic. Arguments and errors: see `gdn_workspace_bytes`.
+
+    Args:
+        device: "cuda", or "cpu" for what the CPU implementation binds, which keeps no adjoint states.
+    """
+    import sympy
+
+    tokens, documents = _pack(cu_seqlens, H, HV, K, V, dtype, save_mode, reuse_recompute_tapes, cp)
+    if device not in BOUND:
+        raise ValueError(f"device: expected 'cuda' or 'cpu', got {device!r}")
+    names = ("T", "N", "H", "HV", "K", "V", "e")
+    T, N, *rest = symbols = sympy.symbols(names, integer=True, nonnegative=True)
+    sizes = Sizes(T, sympy.floor(T / CHUNK) + N, *rest)
+    phases = {
+        phase: sympy.Add(*(ALIGNMENT * sympy.ceiling(sizes.bytes_of(name) / ALIGNMENT) for name in bound))
+        for phase, bound in BOUND[device].items()
+    }
+    numbers = (tokens, documents, H, HV, K, V, dtype.itemsize)
+    return WorkspaceLayout(phases, dict(zip(symbols, numbers, strict=True)))
+
+
+def gdn_workspace_bytes(
+    cu_seqlens: torch.Tensor | Packing,
+    H: int,
+    HV: int,
+    K: int,
+    V: int,
+    *,
+    dtype: torch.dtype,
+    save_mode: str = "light",
+    reuse_recompute_tapes: bool | str = False,
+    cp: KcpContext | None = None,
+) -> int:
+    """Bytes of a `workspace` that serves the forward, the backward and inference of `gated_delta_rule` on this pack.
+
+    Args:
+        cu_seqlens: `[N + 1]` or a `Packing`; T is its last entry. Its values are read (a synchronisation on CUDA).
+        H, HV, K, V: heads of q and k, heads of v, and their widths.
+        dtype: of q, k and v: float32, bfloat16 or float16.
+        save_mode: "light" or "full", as in the call.
+        reuse_recompute_tapes: as in the call; only True lets the backward count on kept light tapes.
+        cp: a prepared `KcpContext`: the pack is this rank's shard, its segments the documents; `cu_seqlens` is ignored.
+
+    Raises:
+        TypeError: a dtype or type that is not listed.
+        ValueError: `cu_seqlens` values, head counts, widths or options that `gated_delta_rule` would refuse.
+    """
+    tokens, documents = _pack(cu_seqlens, H, HV, K, V, dtype, save_mode, reuse_recompute_tapes, cp)
+    sizes = Sizes(tokens, tokens // CHUNK + documents, H, HV, K, V, dtype.itemsize)
+    return max(sizes.arena_bytes(phase) for phase in needed_phases(save_mode, reuse_recompute_tapes is True))
+
+
+def gdn_saved_bytes(
+    cu_seqlens: torch.Tensor | Packing,
+    H: int,
+    HV: int,
+    K: int,
+    V: int,
+    *,
+    dtype: torch.dtype,
+    save_mode: str = "light",
+    reuse_recompute_tapes: bool | str = False,
+    cp: KcpContext | None = None,
+) -> int:
+    """Bytes that one call keeps for its backward on top of its own inputs: the tapes of `save_mode`.
+
+    Arguments and errors as `gdn_workspace_bytes`. `reuse_recompute_tapes` does not change the number: it decides when,
+    in a checkpoint region, these bytes live. With `cp` the start states and maps of the segments count too.
+    """
+    tokens, documents = _pack(cu_seqlens, H, HV, K, V, dtype, save_mode, reuse_recompute_tapes, cp)
+    sizes = Sizes(tokens, tokens // CHUNK + documents, H, HV, K, V, dtype.itemsize)
+    saved = sum(sizes.bytes_of(name) for name in KEPT[save_mode])
+    if cp is not None:
+        saved += 4 * HV * K * (documents * V + cp.map_rows.shape[0] * K)
+    return saved
+
+
+def needed_phases(save_mode: str, hand_off: bool) -> tuple[str, ...]:
+    """Phases that a workspace given to one call has to serve."""
+    if save_mode == "none":
+        return ("inference",)
+    backward = "full" if save_mode == "full" else "backward_kept" if hand_off else "backward_replay"
+    return ("inference", "forward", backward)
+
+
+def backward_phase(tapes: Tapes) -> str:
+    """The smallest phase that covers rebuilding what `tapes` lacks."""
+    missing = tapes.missing()
+    if not missing:
+        return "full"
+    return "backward_replay" if set(missing) & set(LIGHT) else "backward_kept"
+
+
+def check_workspace_bytes(workspace: torch.Tensor | None, sizes: Sizes, phases: tuple[str, ...]) -> None:
+    """Raises ValueError if the workspace cannot serve the phases."""
+    if workspace is None:
+        return
+    for phase in phases:
+        needed = sizes.arena_bytes(phase)
+        if workspace.shape[0] < needed:
+            raise ValueError(f"workspace: expected at least {needed} bytes (phase {phase}), got {workspace.shape[0]}")
+
+
+def _pack(
+    cu_seqlens: torch.Tensor | Packing,
+    H: int,
+    HV: int,
+    K: int,
+    V: int,
+    dtype: torch.dtype,
+    save_mode: str,
+    reuse_recompute_tapes: bool | str,
+    cp: KcpContext | None,
+) -> tuple[int, int]:
+    """Checks the arguments; returns tokens and documents."""
+    for name, width in (("K", K), ("V", V)):
+        if width not in WIDTHS:
+            raise ValueError(f"{name}: expected a head width of 16 to 256 in steps of 16, got {width}")
+    if H < 1 or HV < H or HV % H:
+        raise ValueError(f"HV: expected a positive multiple of H = {H}, got {HV}")
+    if dtype not in FLOATS:
+        raise TypeError(f"dtype: expected torch.float32, torch.bfloat16 or torch.float16, got {dtype}")
+    if save_mode not in ("light", "full"):
+        raise ValueError(f"save_mode: expected 'light' or 'full', got {save_mode!r}")
+    if not (isinstance(reuse_recompute_tapes, bool) or reuse_recompute_tapes == "auto"):
+        raise ValueError(f"reuse_recompute_tapes: expected True, False or 'auto', got {reuse_recompute_tapes!r}")
+    if cp is not None:
+        return cp.local_tokens, len(cp.plan.segments)
+    if isinstance(cu_seqlens, Packing):
+        cu_seqlens = cu_seqlens.cu_seqlens
+    check_tensor("cu_seqlens", cu_seqlens)
+    check_index_vector("cu_seqlens", cu_seqlens)
+    boundaries = read_boundaries(cu_seqlens)
+    return boundaries[-1], len(boundaries) - 1
