@@ -31,6 +31,7 @@ from .records import PassContext, Refusal, Rewrite
 # Stream counts whose division and mean are tested to round as eager does, for every 16-bit value.
 STREAM_COUNTS = (2, 3, 4, 8)
 
+_IN_TRANSFORM = "the chain is inside a torch.func transform"
 # What a new node inherits from the node it replaces.
 _KEPT_META = ("nn_module_stack", "source_fn_stack", "stack_trace", "fwd_nn_module_stack", "fwd_source_fn_stack")
 _MODE_SWITCHES = frozenset(
@@ -265,7 +266,7 @@ def _check_chain(chain: Chain, plan: Plan) -> list[fx.Node]:
     if len({chain.region[node] for node in interior}) > 1:
         raise Refuse("the chain straddles a change of grad or autocast mode")
     if not members.isdisjoint(chain.transformed):
-        raise Refuse("the chain is inside a torch.func transform")
+        raise Refuse(_IN_TRANSFORM)
     # The op reads its inputs where the chain's last node stood: nothing may be written since the first.
     first, last = chain.position[interior[0]], chain.position[plan.output]
     for node in chain.graph.nodes:
@@ -345,7 +346,8 @@ def run_pattern(
             anchor = plan.anchor
             apply_plan(chain, plan)
         except Refuse as refusal:
-            ctx.records.refusals.append(Refusal(pass_name, where_of(anchor), str(refusal)))
+            reason = _IN_TRANSFORM if anchor in chain.transformed else str(refusal)
+            ctx.records.refusals.append(Refusal(pass_name, where_of(anchor), reason))
             continue
         changed = True
         name = plan.op._schema.name.removeprefix("ple_gdn::")

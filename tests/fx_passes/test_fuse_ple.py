@@ -353,7 +353,9 @@ def wrapped(text: str) -> str:
 def test_snapshot_of_the_rewritten_graph():
     fusing = Fusing()
     fusing.compile(block(MASKS["bool"](), finish=lambda out, h: h + out))(*tensors(torch.bfloat16))
-    expecttest.assert_expected_inline(wrapped(graph_text(fusing.graphs[0])), """\
+    expecttest.assert_expected_inline(
+        wrapped(graph_text(fusing.graphs[0])),
+        """\
 graph main(
     l_key_: bf16[2, 12, 32],
     l_w_key_: bf16[32],
@@ -380,4 +382,5 @@ graph main(
     )
     getitem: bf16[2, 12, 32] = operator.getitem(ple_gate_conv, 0)
     return (getitem,)
-""")
+""",
+    )
