@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+from torch.autograd import forward_ad
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 FLOATS = (torch.float32, *LOW_PRECISION)
@@ -20,6 +21,27 @@ def check_tensor(name: str, value: object) -> None:
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
     if type(value).__name__ == "DTensor":
         raise TypeError(f"{name}: expected a plain tensor, got a DTensor; pass {name}.to_local()")
+    dual = not torch.compiler.is_compiling() and forward_ad._current_level >= 0
+    if _in_differentiating_transform() or (dual and forward_ad.unpack_dual(value).tangent is not None):
+        raise TypeError(
+            f"{name}: expected a tensor for reverse-mode autograd, got one of forward-mode AD or of a torch.func "
+            "transform (grad, vjp, jvp, jacrev, ...); use torch.autograd.grad"
+        )
+
+
+def _in_differentiating_transform() -> bool:
+    """Whether a torch.func transform other than vmap is active.
+
+    An opaque op has no forward-mode formula, and torch takes a missing tangent for zero without a word: jvp would be
+    wrong, so the fronts refuse it.
+    """
+    interpreter = torch._C._functorch.peek_interpreter_stack()
+    return interpreter is not None and interpreter.key() != torch._C._functorch.TransformType.Vmap
+
+
+# What torch.compiler.assume_constant_result sets: Dynamo asks at trace time instead of tracing into the interpreter.
+# Calling it here would import torch._dynamo with ple_gdn, a second and a half.
+_in_differentiating_transform._dynamo_marked_constant = True
 
 
 def check_rank(name: str, value: torch.Tensor, rank: int, layout: str) -> None:

@@ -54,8 +54,10 @@ def test_any_single_missing_tape_is_rebuilt_with_the_same_bits(missing: int) -> 
 @DTYPES
 def test_a_packed_document_equals_the_document_alone(dtype: torch.dtype, threads: int) -> None:
     case = make_case(RAGGED, dtype=dtype, key_width=48)
+    one_thread = run_front(case)
     torch.set_num_threads(threads)
     packed = run_front(case)
+    assert_same_bits(packed, one_thread)
     for n, (start, end) in enumerate(zip(case.boundaries, case.boundaries[1:], strict=False)):
         rows, state = slice(start, end), slice(n, n + 1)
         alone = run_front(

@@ -6,6 +6,7 @@ import pytest
 import torch
 from oracles.gdn import NAMES, assert_same_bits, make_case, run_front
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd import forward_ad
 
 import ple_gdn
 
@@ -94,6 +95,37 @@ def test_double_backward_is_refused() -> None:
         dq.sum().backward()
 
 
+@pytest.mark.parametrize(
+    ("transform", "compiled"),
+    [("grad", False), ("jvp", False), ("vjp", False), ("dual", False), ("grad", True), ("jvp", True), ("vjp", True)],
+)
+def test_forward_mode_and_function_transforms_are_refused(transform: str, compiled: bool) -> None:
+    q, *rest = make_case((5,))[:5]
+
+    def loss(q: torch.Tensor) -> torch.Tensor:
+        return ple_gdn.gated_delta_rule(q, *rest)[0].sum()
+
+    def dual(q: torch.Tensor) -> torch.Tensor:
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(loss(forward_ad.make_dual(q, torch.ones_like(q)))).tangent
+
+    call = {
+        "grad": lambda q: torch.func.grad(loss)(q),
+        "jvp": lambda q: torch.func.jvp(loss, (q,), (torch.ones_like(q),)),
+        "vjp": lambda q: torch.func.vjp(loss, q),
+        "dual": dual,
+    }[transform]
+    torch._dynamo.reset()
+    with pytest.raises(TypeError, match="q: expected a tensor for reverse-mode autograd"):
+        (torch.compile(call, backend="eager") if compiled else call)(q)
+
+
+def test_vmap_maps_over_batches() -> None:
+    q, *rest = make_case((5,))[:5]
+    mapped = torch.func.vmap(lambda q: ple_gdn.gated_delta_rule(q, *rest)[0])(torch.stack([q, 2 * q]))
+    assert torch.equal(mapped[1], ple_gdn.gated_delta_rule(2 * q, *rest)[0])
+
+
 def test_tapes_carry_no_gradient() -> None:
     o, final_state, *tapes = OP(*(x.requires_grad_() for x in make_case((70,))[:5]))
     assert o.requires_grad
@@ -172,6 +204,11 @@ def _bad_inputs() -> dict[str, tuple[type[Exception], str, dict]]:
             ValueError,
             "workspace: expected a contiguous",
             {"workspace": torch.zeros(1 << 25, dtype=torch.uint8)[::2]},
+        ),
+        "workspace size": (
+            ValueError,
+            "workspace: expected at least",
+            {"workspace": torch.empty(9, dtype=torch.uint8)},
         ),
         "cp": (TypeError, "cp: expected a KcpContext from build_kcp_context", {"cp": object()}),
         "misspelt": (TypeError, "use_l2norm", {"use_l2norm": True}),
