@@ -8,6 +8,7 @@ from . import (
     fuse_gated_residual,
     fuse_grouped_rms_norm,
     fuse_ple,
+    record_substitutions,
     wire_packing,
 )
 from .records import GraphPass
@@ -23,6 +24,7 @@ FUSIONS: tuple[GraphPass, ...] = (
 
 # Stage "dynamo" runs before autograd, stage "joint" on the functionalised forward and backward.
 PASSES: tuple[GraphPass, ...] = (
+    record_substitutions.PASS,
     *FUSIONS,
     wire_packing.PASS,
     apply_options.PASS,

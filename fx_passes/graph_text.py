@@ -98,7 +98,7 @@ def _annotation(node: torch.fx.Node) -> str:
 
 def _type(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        return f"{dtype_abbrs[value.dtype]}[{', '.join(str(size) for size in value.shape)}]"
+        return f"{dtype_abbrs.get(value.dtype, value.dtype)}[{', '.join(str(size) for size in value.shape)}]"
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         return f"Sym({value})"
     if isinstance(value, tuple | list):

@@ -153,6 +153,7 @@ def _written_inputs() -> list[int]:
 def _trace(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], options: dict[str, Any] | None
 ) -> _Tracer:
+    from . import backend  # noqa: F401  (entered before Dynamo traces, as torch.compile does: it installs substitutions)
     from .dynamo_cache import forgotten, uncompiled
     from .ops.torch_versions import compile_arguments_of_a_trace
 

@@ -340,7 +340,13 @@ fallbacks: 1
 
 
 SCRIPT = """
+import sys
 import torch, ple_gdn
+compile_as_it_is = torch.compile
+def compile_once_substitutions_stand(*args, **kwargs):
+    assert "ple_gdn.backend" in sys.modules
+    return compile_as_it_is(*args, **kwargs)
+torch.compile = compile_once_substitutions_stand
 def fn(x, n):
     y = torch.utils.checkpoint.checkpoint(lambda x: torch.nn.functional.silu(x @ x.t()), x, use_reentrant=False)
     return torch.dropout(y, 0.5, True) * len({"alpha", "beta"}) + x.shape[0]
