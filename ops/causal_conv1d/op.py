@@ -127,8 +127,9 @@ def _setup_context(
 def _autograd(ctx: torch.autograd.function.FunctionCtx, dy: Tensor | None) -> tuple[Tensor | None, ...]:
     if dy is None:
         return (None,) * 4
-    dx, dweight, dbias = torch.ops.ple_gdn.causal_conv1d_backward(dy, *ctx.saved_tensors, **ctx.options)
-    return dx, dweight, None if ctx.saved_tensors[2] is None else dbias, None
+    saved = ctx.saved_tensors  # once: a second read raises inside torch.utils.checkpoint
+    dx, dweight, dbias = torch.ops.ple_gdn.causal_conv1d_backward(dy, *saved, **ctx.options)
+    return dx, dweight, None if saved[2] is None else dbias, None
 
 
 _forward_op.register_autograd(_autograd, setup_context=_setup_context)

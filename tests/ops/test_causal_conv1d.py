@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from oracles.causal_conv1d import conv_chain, conv_packed
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -305,3 +306,15 @@ def test_packing_refuses_batches_and_backward_checks_the_upstream_gradient():
         BACKWARD(dy[:, 1:], x, weight, bias)
     with pytest.raises(TypeError, match="dy: expected dtype float32"):
         BACKWARD(dy.bfloat16(), x, weight, bias)
+
+
+def test_inside_a_checkpoint_the_gradients_are_the_same():
+    x, weight = torch.randn(1, 9, 6, requires_grad=True), torch.randn(6, 4, requires_grad=True)
+
+    def step(x: Tensor, weight: Tensor) -> Tensor:
+        return ple_gdn.causal_conv1d(x, weight, activation="silu")
+
+    plain = torch.autograd.grad(step(x, weight).sum(), (x, weight))
+    again = torch.utils.checkpoint.checkpoint(step, x, weight, use_reentrant=False)
+    for actual, expected in zip(torch.autograd.grad(again.sum(), (x, weight)), plain, strict=True):
+        assert torch.equal(actual, expected)
