@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._pytree import tree_map_only
 
 from ..ops.validation import FLOATS
@@ -310,7 +311,7 @@ def _insert(graph: fx.Graph, plan: Plan) -> fx.Node:
             if value.dtype != output_value.dtype or not same_shape(value.shape, output_value.shape):
                 got = f"{short(value.dtype)}{list(value.shape)}"
                 raise Refuse(f"the op gives {got}, the chain {short(output_value.dtype)}{list(output_value.shape)}")
-    except (Refuse, ValueError, TypeError) as error:
+    except (Refuse, ValueError, TypeError, GuardOnDataDependentSymNode) as error:
         for node in reversed(made):
             graph.erase_node(node)
         raise error if isinstance(error, Refuse) else Refuse(f"the op refuses: {error}") from error

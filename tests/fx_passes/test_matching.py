@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from oracles.fusing import Fusing, run_with_grads, traced
 from oracles.gated_residual import down, inject, mismatches, mix
+from torch.utils.checkpoint import checkpoint
 
 from ple_gdn.fx_passes import fuse_gated_residual
 from ple_gdn.fx_passes.graph_text import graph_text
@@ -72,6 +73,28 @@ def test_a_chain_wholly_inside_a_mode_is_fused():
             return mix(up, normed, N) + frozen
 
     assert fused(fn, *tensors(W, W)).ops() == ["gated_residual_mix"] * 2
+
+
+def test_a_chain_across_the_edge_of_a_checkpoint_is_left_alone():
+    def fn(up, normed):
+        gate = checkpoint(torch.sigmoid, up, use_reentrant=False)
+        return (gate.unflatten(-1, (N, C)) * normed.unflatten(-1, (N, C))).mean(-2)
+
+    assert refused(fn, *tensors(W, W)) == []
+
+
+def test_a_length_known_only_at_run_time_is_fused_or_refused_but_never_fails():
+    def fn(x, keep):
+        rows = x[keep]
+        return down(rows, N), mix(rows, rows * 2, N)
+
+    args = (torch.randn(7, W), torch.arange(7) % 2 == 0)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        fusing = Fusing()
+        actual = fusing.compile(fn)(*args)
+    assert len(fusing.ops()) + len(fusing.reasons()) == 2
+    for a, e in zip(actual, fn(*args), strict=True):
+        assert mismatches(a, e) == 0
 
 
 def write_between(x):
