@@ -9,6 +9,8 @@ from torch import nn
 
 VOCAB, EOS = 97, 3
 LINEAR = "linear_attention"
+# The second layer has the PLE block.
+TWO_LAYERS = {"num_hidden_layers": 2, "layer_types": [LINEAR, LINEAR]}
 
 
 def _qwen4_exp(**overrides: Any) -> nn.Module:
@@ -116,14 +118,33 @@ def compile_model(model: nn.Module, how: str, backend: Any = "ple_gdn", **kwargs
     return model
 
 
-def step(model: nn.Module, ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Logits and every parameter's gradient of one next-token loss."""
+Step = tuple[torch.Tensor, dict[str, torch.Tensor]]
+
+
+def step(model: nn.Module, ids: torch.Tensor, first: torch.Tensor | None = None, **kwargs: Any) -> Step:
+    """Logits and every parameter's gradient of one next-token loss; `first` marks tokens that nothing predicts."""
     model.zero_grad(set_to_none=True)
     logits = model(input_ids=ids, use_cache=False, **kwargs).logits
-    loss = nn.functional.cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]).float(), ids[:, 1:].reshape(-1))
-    loss.backward()
-    grads = {n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None}
-    return logits.detach(), grads
+    labels = ids if first is None else ids.masked_fill(first, -100)
+    flat = logits[:, :-1].reshape(-1, logits.shape[-1]).float()
+    nn.functional.cross_entropy(flat, labels[:, 1:].reshape(-1)).backward()
+    return logits.detach(), gradients(model)
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def step_alone(model: nn.Module, documents: list[torch.Tensor]) -> Step:
+    """The same loss with each document [1,t] run alone in eager, gradients summed; logits [1,all tokens,vocabulary]."""
+    model.zero_grad(set_to_none=True)
+    count, outputs = sum(ids.shape[1] - 1 for ids in documents), []
+    for ids in documents:
+        logits = model(input_ids=ids, use_cache=False).logits
+        loss = nn.functional.cross_entropy(logits[0, :-1].float(), ids[0, 1:], reduction="sum") / count
+        loss.backward()
+        outputs.append(logits.detach())
+    return torch.cat(outputs, 1), gradients(model)
 
 
 def worst_gradient(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> tuple[str, float]:

@@ -1,0 +1,174 @@
+"""Packed rows of an unedited model: each document's outputs and gradients are those of the document run alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf import tiny
+from hf.capture import Capture, fresh
+from ple_gdn.options import Options
+
+pytest.importorskip("transformers")
+
+TOKENS = 40
+TWO, THREE = (13, 27), (9, 16, 15)
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> None:
+    fresh()
+
+
+def positions(lengths: tuple[int, ...], rows: int = 1) -> torch.Tensor:
+    return torch.cat([torch.arange(length) for length in lengths]).expand(rows, -1).contiguous()
+
+
+def arguments(kind: str, lengths: tuple[int, ...], rows: int = 1) -> dict[str, Any]:
+    """What transformers' DataCollatorWithFlattening gives, with the named option on."""
+    position_ids = positions(lengths, rows)
+    if kind == "cu_seq_lens_q":
+        bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+        longest = {"max_length_q": max(lengths), "max_length_k": max(lengths)}
+        return {"position_ids": position_ids, "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, **longest}
+    if kind == "seq_idx":
+        marks = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).int()
+        return {"position_ids": position_ids, "seq_idx": marks.expand(rows, -1).contiguous()}
+    return {"position_ids": position_ids}
+
+
+def documents_of(ids: torch.Tensor, lengths: tuple[int, ...]) -> list[torch.Tensor]:
+    return [document for row in ids.split(1) for document in row.split(lengths, dim=1)]
+
+
+def assert_as_alone(packed: tiny.Step, alone: tiny.Step) -> None:
+    torch.testing.assert_close(packed[0].reshape(alone[0].shape), alone[0], rtol=1e-5, atol=1e-6)
+    name, ratio = tiny.worst_gradient(packed[1], alone[1])
+    assert ratio <= 1, (name, ratio)
+
+
+def check(
+    model: nn.Module, how: str, kind: str, capture: Capture, packs: tuple[tuple[int, ...], ...], rows: int = 1
+) -> None:
+    ids = tiny.tokens(rows, TOKENS)
+    alone = [tiny.step_alone(model, documents_of(ids, lengths)) for lengths in packs]
+    tiny.compile_model(model, how, capture, fullgraph=True)
+    for lengths, expected in zip(packs, alone, strict=True):
+        first = positions(lengths, rows) == 0
+        assert_as_alone(tiny.step(model, ids, first, **arguments(kind, lengths, rows)), expected)
+
+
+@pytest.mark.parametrize("kind", ["cu_seq_lens_q", "seq_idx"])
+@pytest.mark.parametrize("checkpoint", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_two_and_three_documents_per_layer(kind: str, checkpoint: bool):
+    model, capture = tiny.build(**tiny.TWO_LAYERS), Capture()
+    if checkpoint:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    check(model, "layers", kind, capture, (TWO, THREE))
+    assert capture.count("ple_gate_conv")
+    # Two layer kinds; the number of documents becomes symbolic at its first change and recompiles no more.
+    assert len(capture.graphs) <= 4
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_position_ids_of_a_flattening_collator_reach_every_layer(checkpoint: bool):
+    model, capture = tiny.build(**tiny.TWO_LAYERS), Capture()
+    if checkpoint:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    check(model, "whole", "position_ids", capture, (TWO, THREE))
+    assert len(capture.graphs) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["seq_idx", "position_ids"])
+def test_a_batch_of_packed_rows(kind: str):
+    check(tiny.build(**tiny.TWO_LAYERS), "whole", kind, Capture(), (TWO,), rows=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [Options(fuse=False), Options(rounding="eager_all")], ids=["fuse", "eager_all"])
+@pytest.mark.parametrize(("kind", "rows"), [("cu_seq_lens_q", 1), ("position_ids", 2)])
+def test_an_unfused_ple_block_keeps_documents_apart(options: Options, kind: str, rows: int):
+    capture = Capture(options)
+    check(tiny.build(**tiny.TWO_LAYERS), "whole", kind, capture, (TWO,), rows=rows)
+    assert not capture.count("ple_gate_conv")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5", "olmo_hybrid"])
+@pytest.mark.parametrize("kind", ["cu_seq_lens_q", "seq_idx", "position_ids"])
+def test_other_families(family: str, kind: str):
+    check(tiny.build(family), "whole", kind, Capture(), (TWO, THREE))
+
+
+def test_boundaries_matter_for_every_stateful_part():
+    """The same model with the boundaries withheld differs: a check that could not fail would prove nothing."""
+    model, ids = tiny.build(**tiny.TWO_LAYERS), tiny.tokens(1, TOKENS)
+    alone = torch.cat([model(input_ids=d, use_cache=False).logits for d in documents_of(ids, TWO)], 1)
+    leaking = model(input_ids=ids, use_cache=False, position_ids=positions(TWO)).logits
+    torch.testing.assert_close(alone[:, : TWO[0]], leaking[:, : TWO[0]], rtol=1e-5, atol=1e-6)
+    assert (alone - leaking)[:, TWO[0] :].abs().max() > 1e-3
+
+
+def test_a_models_own_positions_make_no_documents():
+    model, capture = tiny.build("qwen3_5"), Capture()
+    tiny.compile_model(model, "whole", capture, fullgraph=True)
+    tiny.step(model, tiny.tokens(2, TOKENS))
+    assert not capture.count("document_boundaries")
+    assert capture.count("gated_delta_rule") == 2
+
+
+def test_one_boundaries_object_in_two_arguments_and_two_equal_ones():
+    """`cu_seq_lens_q is cu_seq_lens_k` is one collator's habit, two clones another's: at most one more compile."""
+    model, ids, capture = tiny.build("qwen3_5"), tiny.tokens(1, TOKENS), Capture()
+    tiny.compile_model(model, "whole", capture, fullgraph=True)
+    same = arguments("cu_seq_lens_q", TWO)
+    apart = same | {"cu_seq_lens_k": same["cu_seq_lens_k"].clone()}
+    outputs = [tiny.step(model, ids, **given)[0] for given in (same, apart, same)]
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
+    assert len(capture.graphs) <= 2
+
+
+def test_varying_documents_and_lengths_compile_at_most_twice():
+    model, capture = tiny.build("qwen3_5", num_hidden_layers=1, layer_types=[tiny.LINEAR]), Capture()
+    tiny.compile_model(model, "whole", capture, fullgraph=True)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for documents in range(2, 12):
+            lengths = tuple(torch.randint(2, 30, (documents,), generator=generator).tolist())
+            model(input_ids=tiny.tokens(1, sum(lengths)), use_cache=False, **arguments("cu_seq_lens_q", lengths))
+    assert len(capture.graphs) <= 2
+
+
+def test_boundary_marks_become_cu_seqlens():
+    marks = torch.ops.ple_gdn.document_boundaries
+    found = marks(torch.tensor([[4, 4, 7, 7, 7, 5]]), kind="seq_idx")
+    assert found.tolist()[:4] == [0, 2, 5, 6]
+    assert set(found.tolist()[4:]) == {6}
+    assert marks(torch.tensor([[0, 1, 0, 0, 1, 2]]), kind="position_ids").tolist()[:4] == [0, 2, 3, 6]
+    # A document never spans two rows.
+    assert marks(torch.tensor([[0, 1], [2, 3]]), kind="position_ids").tolist()[:3] == [0, 2, 4]
+    assert marks(torch.zeros(1, 0, dtype=torch.int64), kind="seq_idx").unique().tolist() == [0]
+    torch.library.opcheck(marks, (torch.tensor([[0, 1, 0, 0, 1, 2]]),), {"kind": "position_ids"})
+
+
+def test_more_documents_than_marks_have_room_for_raise():
+    with pytest.raises(ValueError, match="cu_seq_lens_q"):
+        torch.ops.ple_gdn.document_boundaries(torch.zeros(1, 300, dtype=torch.int64), kind="position_ids")
+
+
+@pytest.mark.parametrize(
+    ("index", "kind", "error"),
+    [
+        (torch.zeros(4, dtype=torch.int64), "seq_idx", "index: expected 2 dimensions"),
+        (torch.zeros(1, 4), "seq_idx", "index: expected an integer dtype, got float32"),
+        (torch.zeros(1, 4, dtype=torch.int64), "ids", "kind: expected one of 'seq_idx', 'position_ids', got 'ids'"),
+    ],
+)
+def test_bad_marks_are_named(index: torch.Tensor, kind: str, error: str):
+    with pytest.raises((ValueError, TypeError), match=error):
+        torch.ops.ple_gdn.document_boundaries(index, kind=kind)
