@@ -29,7 +29,7 @@ def cpu_seconds() -> float:
 
 
 def measure(backend: str, tokens: int, dtype: str, how: str) -> dict[str, float]:
-    """Seconds of the first forward and backward (compile included), wall and CPU, and of the second, in this process."""
+    """Seconds of the first forward and backward (compile included), wall and CPU, and of the second."""
     sys.path.insert(0, str(TESTS))
     import torch
     from hf import tiny
