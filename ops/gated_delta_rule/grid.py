@@ -99,8 +99,9 @@ def group_size(value_heads: int, key_width: int, value_width: int) -> int:
 
 
 def groups(documents: Documents, size: int, device: torch.device) -> Iterator[Group]:
-    """Documents in groups of at most `size`, by falling length (ties by number, so the order is fixed)."""
-    order = sorted(range(len(documents.lengths)), key=lambda n: -documents.lengths[n])
+    """Documents with rows, in groups of at most `size`, by falling length (ties by number, so the order is fixed)."""
+    filled = (n for n, length in enumerate(documents.lengths) if length)
+    order = sorted(filled, key=lambda n: -documents.lengths[n])
     offsets = documents.chunk_offsets()
     for at in range(0, len(order), size):
         members = order[at : at + size]

@@ -61,6 +61,11 @@ class Problem:
     def groups(self) -> Iterator[Group]:
         return groups(self.documents, group_size(*self.state_shape[1:]), self.q.device)
 
+    def empty_document_states(self, given: torch.Tensor | None) -> torch.Tensor:
+        """`[N, HV, K, V]` as an empty document leaves it, a copy; the walk overwrites the others."""
+        states = self.q.new_zeros(self.state_shape, dtype=self.dtype)
+        return states if given is None else states.copy_(given)
+
     def start_states(self, given: torch.Tensor | None, group: Group) -> torch.Tensor:
         """The group's rows of a `[N, HV, K, V]` state, zeros without one; a copy that the walk may overwrite."""
         if given is None:
@@ -201,7 +206,9 @@ def forward(
     """`(o, final_state, *tapes)` of the raw op; rows of no document are zero."""
     problem = make_problem(q, k, v, g, beta, initial_state, cu_seqlens, chunk_offsets, scale, use_qk_l2norm)
     o = q.new_zeros(v.shape)
-    final_state = q.new_empty(problem.state_shape if output_final_state else (0,), dtype=problem.dtype)
+    final_state = (
+        problem.empty_document_states(initial_state) if output_final_state else q.new_empty(0, dtype=problem.dtype)
+    )
     made = new_tapes(q, v, cu_seqlens, KEPT[save_mode])
     none = new_tapes(q, v, cu_seqlens, ())
     _walk(problem, none, _flat(made), o.flatten(0, 1), final_state if output_final_state else None)
@@ -248,7 +255,10 @@ def backward(
         _walk(problem, _flat(tapes), _flat(made), None, None)
     tapes = complete
     grads = [x.new_zeros(x.shape) for x in (q, k, v, g, beta)]
-    dinitial_state = q.new_empty((0,) if initial_state is None else problem.state_shape, dtype=problem.dtype)
+    if initial_state is None:
+        dinitial_state = q.new_empty(0, dtype=problem.dtype)
+    else:
+        dinitial_state = problem.empty_document_states(dfinal_state)
     flat = tuple(x.flatten(0, 1) for x in grads)
     for group in problem.groups():
         dstate = problem.start_states(dfinal_state, group)
