@@ -35,4 +35,4 @@ def _run(gm: torch.fx.GraphModule, context: PassContext) -> None:
             context.records.rewrites.append(Rewrite(NAME, name, where_of(node), function.group(1)))
 
 
-PASS = GraphPass(name=NAME, stage="dynamo", run=_run, required=True)
+PASS = GraphPass(name=NAME, stage="dynamo", run=_run)

@@ -19,6 +19,7 @@ from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
 from . import fx_passes, lowerings, ops
+from .fx_passes import record_substitutions
 from .fx_passes.manager import (
     ChainedPass,
     GraphSnapshot,
@@ -97,7 +98,8 @@ class Compilation:
             gm, example_inputs, inner_compile=self.inner_compile, config_patches=self.inductor_options or None
         )
         # Only now is it known that Inductor alone can: had it failed too, the model's own error would have been raised.
-        self.records.rewrites[:] = kept.rewrites
+        substituted = [r for r in self.records.rewrites if r.pass_name == record_substitutions.NAME]
+        self.records.rewrites[:] = substituted + kept.rewrites
         self.records.tapes.clear()
         self.records.failures.append(PassFailure("compile", f"{type(failure).__name__}: {failure}"))
         log.warning("the rewritten graph failed to compile; compiled without rewrites: %s", failure, exc_info=failure)
