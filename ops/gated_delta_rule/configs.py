@@ -1,0 +1,67 @@
+"""Every launch configuration of the gated delta rule kernels, pinned: nothing is tuned at run time.
+
+Tuning at run time would break the bitwise classes (kept = replayed, packed = alone) and cost the first call minutes.
+A shape class is (operand bytes, padded K); V splits into blocks of BV columns.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class PrepConfig(NamedTuple):
+    """BLOCK columns of k are loaded at a time."""
+
+    BLOCK: int
+    num_warps: int
+
+
+class ScanConfig(NamedTuple):
+    BV: int
+    num_warps: int
+    num_stages: int
+
+
+class GradientConfig(NamedTuple):
+    BV: int
+    num_warps: int
+    num_stages: int
+
+
+class Configs(NamedTuple):
+    prep: PrepConfig
+    scan: ScanConfig
+    gradient: GradientConfig
+
+
+#            (operand bytes, padded K)  prep                scan                 gradient
+TABLE: dict[tuple[int, int], Configs] = {
+    (2, 16): Configs(PrepConfig(16, 2), ScanConfig(64, 4, 2), GradientConfig(64, 8, 1)),
+    (2, 32): Configs(PrepConfig(32, 2), ScanConfig(64, 4, 2), GradientConfig(64, 8, 1)),
+    (2, 64): Configs(PrepConfig(64, 2), ScanConfig(64, 4, 2), GradientConfig(64, 8, 1)),
+    (2, 128): Configs(PrepConfig(64, 2), ScanConfig(64, 4, 2), GradientConfig(64, 8, 1)),
+    (2, 256): Configs(PrepConfig(64, 2), ScanConfig(32, 4, 1), GradientConfig(32, 8, 1)),
+    (4, 16): Configs(PrepConfig(16, 2), ScanConfig(32, 4, 1), GradientConfig(32, 8, 1)),
+    (4, 32): Configs(PrepConfig(32, 2), ScanConfig(32, 4, 1), GradientConfig(32, 8, 1)),
+    (4, 64): Configs(PrepConfig(32, 2), ScanConfig(32, 4, 1), GradientConfig(32, 8, 1)),
+    (4, 128): Configs(PrepConfig(32, 2), ScanConfig(32, 4, 1), GradientConfig(32, 8, 1)),
+    (4, 256): Configs(PrepConfig(32, 2), ScanConfig(16, 4, 1), GradientConfig(16, 8, 1)),
+}
+
+
+def next_power_of_two(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def block_width(width: int) -> int:
+    """Head widths are padded to a power of two, at least 16: the smallest a tensor-core product takes."""
+    return max(16, next_power_of_two(width))
+
+
+def select(itemsize: int, K: int, V: int) -> Configs:
+    configs = TABLE[itemsize, block_width(K)]
+    widest = block_width(V)
+    return configs._replace(
+        scan=configs.scan._replace(BV=min(configs.scan.BV, widest)),
+        gradient=configs.gradient._replace(BV=min(configs.gradient.BV, widest)),
+    )

@@ -1,0 +1,221 @@
+"""Chunk-parallel gradient kernel: dq, dk, dv, dg and dbeta of a chunk from h, dh, delta and dR, group summed in fp32.
+
+Tiles are stacked to 128 rows, dO over dR and Q over K, so that one product serves both and eight warps split its rows:
+
+    scores  = [dO; dR] delta^T             row r, column i: both score gradients before their decay
+    columns = [Q; K]^T scores + dh delta^T  dk of the key side, transposed [K, 64]
+    stacked = scores K + [dO; dR] h^T       dq over the row side of dk, [128, K]
+
+No product result is ever transposed: it enters the next product as right operand, or as left operand as it stands.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .device import load_decay, load_rows, load_state, locate_chunk
+
+
+@triton.jit
+def _stacked(top_ptr, bottom_ptr, stride: tl.constexpr, columns, valid, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """[128, BLOCK]: 64 rows of one matrix over the same 64 rows of another."""
+    rows = tl.arange(0, 128)
+    inner = (rows % 64)[:, None]
+    ptr = tl.where((rows < 64)[:, None], top_ptr + inner * stride, bottom_ptr + inner * stride) + columns[None, :]
+    if BLOCK == WIDTH:
+        tile = tl.load(ptr, mask=inner < valid, other=0.0)
+    else:
+        tile = tl.load(ptr, mask=(inner < valid) & (columns < WIDTH)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def _stack(top, bottom):
+    """[128] from two [64] vectors."""
+    return tl.reshape(tl.permute(tl.join(top, bottom), (1, 0)), [128])
+
+
+@triton.jit
+def _fold(stacked):
+    """[64]: top half plus bottom half."""
+    return tl.sum(tl.reshape(stacked, [2, 64]), 0)
+
+
+@triton.jit
+def _inverse(x):
+    return tl.where(x == 0.0, 0.0, 1.0 / x)
+
+
+@triton.jit
+def _weigh(scores, G, beta, factor, k_rstd):
+    """Both score gradients strictly below the diagonal, all row factors in, rounded once.
+
+    Row and column products read the same rounded tile, so a pair's two shares in dG cancel where they must; the
+    diagonal, whose shares cancel exactly, is left to `_diagonals`.
+    """
+    rows = tl.arange(0, 128)
+    low = (rows % 64)[:, None] > tl.arange(0, 64)[None, :]
+    difference = tl.where(low, _stack(G, G)[:, None] - G[None, :], 0.0)
+    weight = tl.where(low, tl.exp(difference), 0.0) * (beta * k_rstd)[None, :]
+    return scores * weight * (_stack(tl.zeros([64], tl.float32) + 1.0, -beta) * factor)[:, None]
+
+
+@triton.jit
+def _diagonals(scores):
+    """Diagonals of both halves: dO delta^T, and dR delta^T, which is dbeta."""
+    rows = tl.arange(0, 128)
+    diagonal = tl.sum(tl.where((rows % 64)[:, None] == tl.arange(0, 64)[None, :], scores, 0.0), 1)
+    return _fold(tl.where(rows < 64, diagonal, 0.0)), _fold(tl.where(rows < 64, 0.0, diagonal))
+
+
+@triton.jit
+def _column_phase(
+    do_ptr, dr_ptr, beta_ptr, gcum_ptr, h_ptr, delta_ptr, dh_ptr, dg_ptr, qk, kT, k_rstd, qscale, valid,
+    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    DOT: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """[BK, 64], the group's sum of [Q; K]^T scores + dh delta^T; leaves its share of dG in `dg_ptr`."""
+    dtype: tl.constexpr = qk.dtype
+    WIDTH: tl.constexpr = V if V % BV == 0 else BV
+    SPLITS: tl.constexpr = (V + BV - 1) // BV
+    rows = tl.arange(0, 64)
+    kcol = tl.arange(0, BK)
+    factor = _stack(qscale, k_rstd)
+    total = tl.zeros([BK, 64], tl.float32)
+    scores = tl.zeros([128, 64], tl.float32)
+    states = tl.zeros([BK, 64], tl.float32)
+    overlap = 0.0
+    for step in tl.range(0, GROUP * SPLITS, num_stages=STAGES):
+        head = step // SPLITS
+        vcol = (step % SPLITS) * BV + tl.arange(0, BV)
+        upper = _stacked(do_ptr + head * V, dr_ptr + head * V, HV * V, vcol, valid, V, WIDTH)
+        delta = load_rows(delta_ptr + head * V, HV * V, rows, vcol, valid, V, WIDTH)
+        dh = load_state(dh_ptr + head * K * V, kcol, vcol, K, V)
+        h = load_state(h_ptr + head * K * V, kcol, vcol, K, V)
+        scores = tl.dot(upper, tl.trans(delta), scores, input_precision=DOT)
+        states = tl.dot(dh, tl.trans(delta), states, input_precision=DOT)
+        overlap += tl.sum(h.to(tl.float32) * dh.to(tl.float32))
+        if step % SPLITS == SPLITS - 1:
+            beta = tl.load(beta_ptr + head + rows * HV, mask=rows < valid, other=0.0).to(tl.float32)
+            G, last = load_decay(gcum_ptr + head, HV, rows, valid)
+            states *= (tl.exp(last - G) * beta)[None, :]
+            at_end = tl.exp(last) * overlap + tl.sum(states * kT.to(tl.float32) * k_rstd[None, :])
+            weighted = _weigh(scores, G, beta, factor, k_rstd).to(dtype)
+            part = states + tl.dot(tl.trans(qk), weighted, input_precision=DOT) * _inverse(k_rstd)[None, :]
+            dG = -tl.sum(part * kT.to(tl.float32), 0) * k_rstd
+            tl.store(dg_ptr + head + rows * HV, tl.where(rows == valid - 1, dG + at_end, dG), mask=rows < valid)
+            total += part
+            scores = tl.zeros([128, 64], tl.float32)
+            states = tl.zeros([BK, 64], tl.float32)
+            overlap = 0.0
+    return total
+
+
+@triton.jit
+def _row_phase(
+    do_ptr, dv_ptr, beta_ptr, gcum_ptr, h_ptr, delta_ptr, dg_ptr, dbeta_ptr, qk, k, k_rstd, qscale, valid,
+    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    DOT: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """[128, BK], the group's sum of dq over the row side of dk, and [64] of beta_r dO_r delta_r (the diagonal).
+
+    Finishes dg and dbeta, and turns dR into dV.
+    """
+    dtype: tl.constexpr = qk.dtype
+    WIDTH: tl.constexpr = V if V % BV == 0 else BV
+    SPLITS: tl.constexpr = (V + BV - 1) // BV
+    rows = tl.arange(0, 64)
+    stacked_rows = tl.arange(0, 128)
+    kcol = tl.arange(0, BK)
+    factor = _stack(qscale, k_rstd)
+    total = tl.zeros([128, BK], tl.float32)
+    scores = tl.zeros([128, 64], tl.float32)
+    dots = tl.zeros([128], tl.float32)
+    same = tl.zeros([64], tl.float32)
+    for step in tl.range(0, GROUP * SPLITS, num_stages=STAGES):
+        head = step // SPLITS
+        vcol = (step % SPLITS) * BV + tl.arange(0, BV)
+        upper = _stacked(do_ptr + head * V, dv_ptr + head * V, HV * V, vcol, valid, V, WIDTH)
+        delta = load_rows(delta_ptr + head * V, HV * V, rows, vcol, valid, V, WIDTH)
+        h = load_state(h_ptr + head * K * V, kcol, vcol, K, V)
+        beta = tl.load(beta_ptr + head + rows * HV, mask=rows < valid, other=0.0).to(tl.float32)
+        G, last = load_decay(gcum_ptr + head, HV, rows, valid)
+        scores = tl.dot(upper, tl.trans(delta), scores, input_precision=DOT)
+        part = tl.dot(upper, tl.trans(h), input_precision=DOT) * _stack(tl.exp(G), -tl.exp(G) * beta)[:, None]
+        dots += tl.sum(part * qk.to(tl.float32), 1) * factor
+        total += part
+        # The products above have read the whole dR tile: it may be overwritten.
+        out = dv_ptr + head * V + (stacked_rows % 64)[:, None] * (HV * V) + vcol[None, :]
+        mask = (stacked_rows >= 64)[:, None] & (stacked_rows % 64 < valid)[:, None] & (vcol < V)[None, :]
+        dV = upper.to(tl.float32) * _stack(beta, beta)[:, None]
+        tl.store(out, dV.to(dtype), mask=mask)
+        if step % SPLITS == SPLITS - 1:
+            diagonal, dbeta = _diagonals(scores)
+            same += beta * diagonal
+            weighted = _weigh(scores, G, beta, factor, k_rstd).to(dtype)
+            part = tl.dot(weighted, k, input_precision=DOT)
+            dots += tl.sum(part * qk.to(tl.float32), 1)
+            total += part * _inverse(factor)[:, None]
+            dG = _fold(dots) + tl.load(dg_ptr + head + rows * HV, mask=rows < valid, other=0.0)
+            dg = tl.cumsum(tl.where(rows < valid, dG, 0.0), 0, reverse=True)
+            tl.store(dg_ptr + head + rows * HV, dg, mask=rows < valid)
+            tl.store(dbeta_ptr + head + rows * HV, dbeta.to(dbeta_ptr.dtype.element_ty), mask=rows < valid)
+            scores = tl.zeros([128, 64], tl.float32)
+            dots = tl.zeros([128], tl.float32)
+    return total, same
+
+
+@triton.jit(do_not_specialize=["scale", "inverse_scale", "documents", "T", "chunks_per_row"])
+def gradient_kernel(
+    do_ptr, q_ptr, k_ptr, beta_ptr, gcum_ptr, k_rstd_ptr, qscale_ptr, h_ptr, delta_ptr, dh_ptr, cu_ptr, offsets_ptr,
+    dq_ptr, dk_ptr, dv_ptr, dg_ptr, dbeta_ptr, scale, inverse_scale, documents, T, chunks_per_row,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    VARLEN: tl.constexpr, L2NORM: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One CTA per (chunk, q/k head), its value heads one after the other; `dv_ptr` holds dR on entry, dV on exit."""
+    pid = tl.program_id(0)
+    chunk = pid // H
+    qk_head = pid - chunk * H
+    if VARLEN:
+        if chunk >= tl.load(offsets_ptr + documents):
+            return
+    token, valid = locate_chunk(chunk, cu_ptr, offsets_ptr, documents, T, chunks_per_row, VARLEN)
+    GROUP: tl.constexpr = HV // H
+    rows = tl.arange(0, 64)
+    kcol = tl.arange(0, BK)
+    base = token * H + qk_head
+    value_base = token * HV + qk_head * GROUP
+    state_base = (chunk.to(tl.int64) * HV + qk_head * GROUP) * K * V
+    qk = _stacked(q_ptr + base * K, k_ptr + base * K, H * K, kcol, valid, K, BK)
+    k = load_rows(k_ptr + base * K, H * K, rows, kcol, valid, K, BK)
+    k_rstd = tl.load(k_rstd_ptr + base + rows * H, mask=rows < valid, other=0.0)
+    qscale = tl.load(qscale_ptr + base + rows * H, mask=rows < valid, other=0.0)
+    columns = _column_phase(
+        do_ptr + value_base * V, dv_ptr + value_base * V, beta_ptr + value_base, gcum_ptr + value_base,
+        h_ptr + state_base, delta_ptr + value_base * V, dh_ptr + state_base, dg_ptr + value_base,
+        qk, tl.trans(k), k_rstd, qscale, valid, HV, GROUP, K, V, BK, BV, DOT, STAGES,
+    )  # fmt: skip
+    # The column phase's dG, stored in dg, is read back by other threads.
+    tl.debug_barrier()
+    stacked, same = _row_phase(
+        do_ptr + value_base * V, dv_ptr + value_base * V, beta_ptr + value_base, gcum_ptr + value_base,
+        h_ptr + state_base, delta_ptr + value_base * V, dg_ptr + value_base, dbeta_ptr + value_base,
+        qk, k, k_rstd, qscale, valid, HV, GROUP, K, V, BK, BV, DOT, STAGES,
+    )  # fmt: skip
+    lower = tl.trans(columns)
+    lower = tl.reshape(tl.permute(tl.join(tl.zeros([64, BK], tl.float32), lower), (2, 0, 1)), [128, BK])
+    stacked_rows = tl.arange(0, 128)
+    one = tl.zeros([64], tl.float32) + 1.0
+    gradient = stacked * _stack(one * scale, one)[:, None] + lower
+    swapped = _stacked(k_ptr + base * K, q_ptr + base * K, H * K, kcol, valid, K, BK).to(tl.float32)
+    gradient += _stack(same * k_rstd * scale, same * qscale)[:, None] * swapped
+    if L2NORM:
+        # d/dx of x (sum x^2 + 1e-6)^-1/2; q's factor is qscale / scale.
+        factor = _stack(qscale * inverse_scale, k_rstd)[:, None]
+        normed = qk.to(tl.float32) * factor
+        gradient = factor * (gradient - tl.sum(gradient * normed, 1)[:, None] * normed)
+    inner = (stacked_rows % 64)[:, None] * (H * K)
+    out = tl.where((stacked_rows < 64)[:, None], dq_ptr + base * K + inner, dk_ptr + base * K + inner) + kcol[None, :]
+    mask = (stacked_rows % 64 < valid)[:, None] & (kcol < K)[None, :]
+    tl.store(out, gradient.to(dq_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,200 @@
+"""Launchers of the CUDA path of the gated delta rule: shapes, temporaries, kernel order. Nothing here reads the device."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from .configs import block_width, select
+from .device import CHUNK
+from .gradients import gradient_kernel
+from .packing_kernels import check_packing_kernel, zero_gradient_tail_kernel, zero_output_tail_kernel
+from .prep import prep_kernel
+from .scan import adjoint_kernel, forward_kernel
+
+Tensor = torch.Tensor
+
+
+class Problem(NamedTuple):
+    """Host-known sizes; `chunks` bounds the chunk count without reading `cu_seqlens`."""
+
+    B: int
+    T: int
+    H: int
+    HV: int
+    K: int
+    V: int
+    documents: int
+    chunks: int
+    chunks_per_row: int
+    varlen: bool
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Problem:
+        B, T, H, K = q.shape
+        HV, V = v.shape[2:]
+        per_row = -(-T // CHUNK)
+        documents = B if cu_seqlens is None else cu_seqlens.numel() - 1
+        chunks = B * per_row if cu_seqlens is None else T // CHUNK + documents
+        return cls(B, T, H, HV, K, V, documents, chunks, per_row, cu_seqlens is not None, q.dtype, q.device)
+
+    def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+
+    @property
+    def dot(self) -> str:
+        """tf32x3 keeps fp32 operands to 2^-21; 16-bit operands ignore it."""
+        return "tf32x3"
+
+    @property
+    def heads(self) -> dict[str, int]:
+        return {"H": self.H, "HV": self.HV, "K": self.K}
+
+
+class Arena:
+    """Hands out the temporaries of one call: from the caller's workspace while it lasts, else from the allocator."""
+
+    def __init__(self, problem: Problem, workspace: Tensor | None) -> None:
+        self._problem = problem
+        self._workspace = workspace
+        self._used = 0
+
+    def bind(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        dtype = dtype or self._problem.dtype
+        if self._workspace is None:
+            return self._problem.new(*shape, dtype=dtype)
+        size = dtype.itemsize
+        for n in shape:
+            size *= n
+        start, self._used = self._used, self._used + -(-size // 256) * 256
+        if self._used > self._workspace.numel():
+            raise ValueError(f"workspace: expected at least {self._used} bytes, got {self._workspace.numel()}")
+        return self._workspace[start : start + size].view(dtype).view(shape)
+
+
+def _packing(p: Problem, cu_seqlens: Tensor | None, chunk_offsets: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Boundaries on the device, contiguous, chunk offsets built where absent, and checked by a device assert."""
+    if cu_seqlens is None:
+        return None, None
+    cu = cu_seqlens.to(p.device, non_blocking=True).contiguous()
+    if chunk_offsets is None:
+        counts = (cu.diff() + (CHUNK - 1)) // CHUNK
+        offsets = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+    else:
+        offsets = chunk_offsets.to(p.device, non_blocking=True).contiguous()
+    check_packing_kernel[(1,)](cu, offsets, p.documents, p.T, BLOCK=1024, num_warps=4)
+    return cu, offsets
+
+
+def _prep(p: Problem, q: Tensor, k: Tensor, g: Tensor, beta: Tensor, cu: Tensor | None, offsets: Tensor | None,
+          tapes: tuple[Tensor, Tensor, Tensor, Tensor], scale: float, l2norm: bool) -> None:  # fmt: skip
+    config = select(p.dtype.itemsize, p.K, p.V).prep
+    prep_kernel[(p.chunks * p.H,)](
+        q, k, g, beta, cu, offsets, *tapes, scale, p.documents, p.T, p.chunks_per_row, **p.heads,
+        BLOCK=config.BLOCK, VARLEN=p.varlen, L2NORM=l2norm, PREC="tf32x3", DOT=p.dot, num_warps=config.num_warps,
+    )  # fmt: skip
+
+
+def _prep_tapes(p: Problem, new) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return (
+        new(p.B, p.T, p.HV, dtype=torch.float32),
+        new(p.B, p.T, p.H, dtype=torch.float32),
+        new(p.B, p.T, p.H, dtype=torch.float32),
+        new(p.B, p.T, p.HV, CHUNK),
+    )
+
+
+def launch_forward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None,
+    cu_seqlens: Tensor | None, chunk_offsets: Tensor | None, workspace: Tensor | None,
+    scale: float | None, output_final_state: bool, use_qk_l2norm: bool, save_mode: str,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """(o, final_state, gcum, k_rstd, qscale, x, h, delta); what `save_mode` does not keep is empty."""
+    q, k, v, g, beta = (t.contiguous() for t in (q, k, v, g, beta))
+    p = Problem.of(q, v, cu_seqlens)
+    arena = Arena(p, workspace)
+    scale = p.K**-0.5 if scale is None else scale
+    o = p.new(p.B, p.T, p.HV, p.V)
+    final = p.new(p.documents if output_final_state else 0, p.HV, p.K, p.V, dtype=torch.float32)
+    full = save_mode == "full"
+    h = p.new(p.chunks if full else 0, p.HV, p.K, p.V)
+    delta = p.new(*(v.shape if full else (0,)))
+    tapes = _prep_tapes(p, arena.bind if save_mode == "none" else p.new)
+    if p.documents == 0 or p.T == 0:
+        o.zero_()
+        if output_final_state:
+            final.copy_(initial_state) if initial_state is not None else final.zero_()
+    else:
+        h0 = None if initial_state is None else initial_state.contiguous()
+        cu, offsets = _packing(p, cu_seqlens, chunk_offsets)
+        _prep(p, q, k, g, beta, cu, offsets, tapes, scale, use_qk_l2norm)
+        config = select(p.dtype.itemsize, p.K, p.V).scan
+        forward_kernel[(p.documents * p.HV * -(-p.V // config.BV),)](
+            q, k, v, beta, *tapes, h0, cu, offsets, o, final, h, delta, p.T, p.chunks_per_row, **p.heads,
+            V=p.V, BK=block_width(p.K), BV=config.BV, VARLEN=p.varlen, HAS_H0=h0 is not None,
+            STORE_HT=output_final_state, STORE_H=full, OUTPUT=True, DOT=p.dot, STAGES=config.num_stages,
+            num_warps=config.num_warps,
+        )  # fmt: skip
+        if p.varlen:
+            zero_output_tail_kernel[(132,)](cu, o, p.documents, p.T, WIDTH=p.HV * p.V, BLOCK=1024)
+    if save_mode == "none":
+        empty = p.new(0)
+        nothing = p.new(0, dtype=torch.float32)
+        return o, final, nothing, nothing.clone(), nothing.clone(), empty, h, delta
+    return o, final, *tapes, h, delta
+
+
+def launch_backward(
+    do: Tensor, dfinal_state: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
+    initial_state: Tensor | None, cu_seqlens: Tensor | None, chunk_offsets: Tensor | None, workspace: Tensor | None,
+    gcum: Tensor, k_rstd: Tensor, qscale: Tensor, x: Tensor, h: Tensor, delta: Tensor,
+    scale: float | None, use_qk_l2norm: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """(dq, dk, dv, dg, dbeta, dinitial_state); empty tapes are rebuilt with the bits the forward would have stored."""
+    do, q, k, v, g, beta = (t.contiguous() for t in (do, q, k, v, g, beta))
+    p = Problem.of(q, v, cu_seqlens)
+    arena = Arena(p, workspace)
+    scale = p.K**-0.5 if scale is None else scale
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dg, dbeta = p.new(p.B, p.T, p.HV, dtype=torch.float32), torch.empty_like(beta)
+    has_h0 = initial_state is not None
+    dh0 = p.new(p.documents if has_h0 else 0, p.HV, p.K, p.V, dtype=torch.float32)
+    if p.documents == 0 or p.T == 0:
+        for gradient in (dq, dk, dv, dg, dbeta):
+            gradient.zero_()
+        if has_h0:
+            dh0.zero_() if dfinal_state is None else dh0.copy_(dfinal_state)
+        return dq, dk, dv, dg, dbeta, dh0
+    h0 = initial_state.contiguous() if has_h0 else None
+    dht = None if dfinal_state is None else dfinal_state.contiguous()
+    cu, offsets = _packing(p, cu_seqlens, chunk_offsets)
+    tapes = (gcum, k_rstd, qscale, x)
+    if any(tape.numel() == 0 for tape in tapes):
+        tapes = _prep_tapes(p, arena.bind)
+        _prep(p, q, k, g, beta, cu, offsets, tapes, scale, use_qk_l2norm)
+    replay = h.numel() == 0 or delta.numel() == 0
+    if replay:
+        h, delta = arena.bind(p.chunks, p.HV, p.K, p.V), arena.bind(*v.shape)
+    dh = arena.bind(p.chunks, p.HV, p.K, p.V)
+    configs = select(p.dtype.itemsize, p.K, p.V)
+    common = {"V": p.V, "BK": block_width(p.K), "VARLEN": p.varlen, "DOT": p.dot, **p.heads}
+    chains = p.documents * p.HV * -(-p.V // configs.scan.BV)
+    adjoint_kernel[(chains * (2 if replay else 1),)](
+        do, dht, q, k, v, beta, *tapes, h0, cu, offsets, dh, dv, dh0, h, delta, chains, p.T, p.chunks_per_row, **common,
+        BV=configs.scan.BV, HAS_H0=has_h0, HAS_DHT=dht is not None, STORE_DH0=has_h0, REPLAY=replay,
+        STAGES=configs.scan.num_stages, num_warps=configs.scan.num_warps,
+    )  # fmt: skip
+    gradient_kernel[(p.chunks * p.H,)](
+        do, q, k, beta, *tapes[:3], h, delta, dh, cu, offsets, dq, dk, dv, dg, dbeta,
+        scale, 1.0 / scale if scale else 0.0, p.documents, p.T, p.chunks_per_row, **common,
+        BV=configs.gradient.BV, L2NORM=use_qk_l2norm, STAGES=configs.gradient.num_stages,
+        num_warps=configs.gradient.num_warps,
+    )  # fmt: skip
+    if p.varlen:
+        zero_gradient_tail_kernel[(132,)](
+            cu, dq, dk, dv, dg, dbeta, p.documents, p.T, KEY_WIDTH=p.H * p.K, VALUE_WIDTH=p.HV * p.V, HV=p.HV, BLOCK=1024
+        )
+    return dq, dk, dv, dg, dbeta, dh0
