@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .device import load_decay, load_rows, load_state, locate_chunk
+from .device import load_rows, load_state, locate_chunk
 
 
 @triton.jit
@@ -31,12 +31,6 @@ def _stacked(top_ptr, bottom_ptr, stride: tl.constexpr, columns, valid, WIDTH: t
 
 
 @triton.jit
-def _stack(top, bottom):
-    """[128] from two [64] vectors."""
-    return tl.reshape(tl.permute(tl.join(top, bottom), (1, 0)), [128])
-
-
-@triton.jit
 def _fold(stacked):
     """[64]: top half plus bottom half."""
     return tl.sum(tl.reshape(stacked, [2, 64]), 0)
@@ -48,17 +42,18 @@ def _inverse(x):
 
 
 @triton.jit
-def _weigh(scores, G, beta, factor, k_rstd):
+def _weigh(scores, table, factor, k_rstd):
     """Both score gradients strictly below the diagonal, all row factors in, rounded once.
 
     Row and column products read the same rounded tile, so a pair's two shares in dG cancel where they must; the
     diagonal, whose shares cancel exactly, is left to `_diagonals`.
     """
     rows = tl.arange(0, 128)
-    low = (rows % 64)[:, None] > tl.arange(0, 64)[None, :]
-    difference = tl.where(low, _stack(G, G)[:, None] - G[None, :], 0.0)
-    weight = tl.where(low, tl.exp(difference), 0.0) * (beta * k_rstd)[None, :]
-    return scores * weight * (_stack(tl.zeros([64], tl.float32) + 1.0, -beta) * factor)[:, None]
+    columns = tl.arange(0, 64)
+    low = (rows % 64)[:, None] > columns[None, :]
+    difference = tl.load(table + 256 + rows % 64)[:, None] - tl.load(table + 256 + columns)[None, :]
+    weight = tl.where(low, tl.exp(tl.where(low, difference, 0.0)), 0.0) * (tl.load(table + columns) * k_rstd)[None, :]
+    return scores * weight * (tl.where(rows < 64, 1.0, -tl.load(table + rows % 64)) * factor)[:, None]
 
 
 @triton.jit
@@ -70,57 +65,14 @@ def _diagonals(scores):
 
 
 @triton.jit
-def _column_phase(
-    do_ptr, dr_ptr, beta_ptr, gcum_ptr, h_ptr, delta_ptr, dh_ptr, dg_ptr, qk, kT, k_rstd, qscale, valid,
-    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    DOT: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """[BK, 64], the group's sum of [Q; K]^T scores + dh delta^T; leaves its share of dG in `dg_ptr`."""
-    dtype: tl.constexpr = qk.dtype
-    WIDTH: tl.constexpr = V if V % BV == 0 else BV
-    SPLITS: tl.constexpr = (V + BV - 1) // BV
-    rows = tl.arange(0, 64)
-    kcol = tl.arange(0, BK)
-    factor = _stack(qscale, k_rstd)
-    total = tl.zeros([BK, 64], tl.float32)
-    scores = tl.zeros([128, 64], tl.float32)
-    states = tl.zeros([BK, 64], tl.float32)
-    overlap = 0.0
-    for step in tl.range(0, GROUP * SPLITS, num_stages=STAGES):
-        head = step // SPLITS
-        vcol = (step % SPLITS) * BV + tl.arange(0, BV)
-        upper = _stacked(do_ptr + head * V, dr_ptr + head * V, HV * V, vcol, valid, V, WIDTH)
-        delta = load_rows(delta_ptr + head * V, HV * V, rows, vcol, valid, V, WIDTH)
-        dh = load_state(dh_ptr + head * K * V, kcol, vcol, K, V)
-        h = load_state(h_ptr + head * K * V, kcol, vcol, K, V)
-        scores = tl.dot(upper, tl.trans(delta), scores, input_precision=DOT)
-        states = tl.dot(dh, tl.trans(delta), states, input_precision=DOT)
-        overlap += tl.sum(h.to(tl.float32) * dh.to(tl.float32))
-        if step % SPLITS == SPLITS - 1:
-            beta = tl.load(beta_ptr + head + rows * HV, mask=rows < valid, other=0.0).to(tl.float32)
-            G, last = load_decay(gcum_ptr + head, HV, rows, valid)
-            states *= (tl.exp(last - G) * beta)[None, :]
-            at_end = tl.exp(last) * overlap + tl.sum(states * kT.to(tl.float32) * k_rstd[None, :])
-            weighted = _weigh(scores, G, beta, factor, k_rstd).to(dtype)
-            part = states + tl.dot(tl.trans(qk), weighted, input_precision=DOT) * _inverse(k_rstd)[None, :]
-            dG = -tl.sum(part * kT.to(tl.float32), 0) * k_rstd
-            tl.store(dg_ptr + head + rows * HV, tl.where(rows == valid - 1, dG + at_end, dG), mask=rows < valid)
-            total += part
-            scores = tl.zeros([128, 64], tl.float32)
-            states = tl.zeros([BK, 64], tl.float32)
-            overlap = 0.0
-    return total
-
-
-@triton.jit
 def _row_phase(
-    do_ptr, dv_ptr, beta_ptr, gcum_ptr, h_ptr, delta_ptr, dg_ptr, dbeta_ptr, qk, k, k_rstd, qscale, valid,
+    do_ptr, dr_ptr, table_ptr, h_ptr, delta_ptr, dg_ptr, dbeta_ptr, qk, k, factor, k_rstd, valid,
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     DOT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """[128, BK], the group's sum of dq over the row side of dk, and [64] of beta_r dO_r delta_r (the diagonal).
 
-    Finishes dg and dbeta, and turns dR into dV.
+    Stores dbeta, and its share of dG in `dg_ptr`.
     """
     dtype: tl.constexpr = qk.dtype
     WIDTH: tl.constexpr = V if V % BV == 0 else BV
@@ -128,7 +80,6 @@ def _row_phase(
     rows = tl.arange(0, 64)
     stacked_rows = tl.arange(0, 128)
     kcol = tl.arange(0, BK)
-    factor = _stack(qscale, k_rstd)
     total = tl.zeros([128, BK], tl.float32)
     scores = tl.zeros([128, 64], tl.float32)
     dots = tl.zeros([128], tl.float32)
@@ -136,39 +87,83 @@ def _row_phase(
     for step in tl.range(0, GROUP * SPLITS, num_stages=STAGES):
         head = step // SPLITS
         vcol = (step % SPLITS) * BV + tl.arange(0, BV)
-        upper = _stacked(do_ptr + head * V, dv_ptr + head * V, HV * V, vcol, valid, V, WIDTH)
+        upper = _stacked(do_ptr + head * V, dr_ptr + head * V, HV * V, vcol, valid, V, WIDTH)
         delta = load_rows(delta_ptr + head * V, HV * V, rows, vcol, valid, V, WIDTH)
         h = load_state(h_ptr + head * K * V, kcol, vcol, K, V)
-        beta = tl.load(beta_ptr + head + rows * HV, mask=rows < valid, other=0.0).to(tl.float32)
-        G, last = load_decay(gcum_ptr + head, HV, rows, valid)
+        table = table_ptr + head * 320
+        gamma = tl.exp(tl.load(table + 256 + stacked_rows % 64))
+        gamma = tl.where(stacked_rows < 64, gamma, -gamma * tl.load(table + stacked_rows % 64))
         scores = tl.dot(upper, tl.trans(delta), scores, input_precision=DOT)
-        part = tl.dot(upper, tl.trans(h), input_precision=DOT) * _stack(tl.exp(G), -tl.exp(G) * beta)[:, None]
+        part = tl.dot(upper, tl.trans(h), input_precision=DOT) * gamma[:, None]
         dots += tl.sum(part * qk.to(tl.float32), 1) * factor
         total += part
-        # The products above have read the whole dR tile: it may be overwritten.
-        out = dv_ptr + head * V + (stacked_rows % 64)[:, None] * (HV * V) + vcol[None, :]
-        mask = (stacked_rows >= 64)[:, None] & (stacked_rows % 64 < valid)[:, None] & (vcol < V)[None, :]
-        dV = upper.to(tl.float32) * _stack(beta, beta)[:, None]
-        tl.store(out, dV.to(dtype), mask=mask)
         if step % SPLITS == SPLITS - 1:
             diagonal, dbeta = _diagonals(scores)
-            same += beta * diagonal
-            weighted = _weigh(scores, G, beta, factor, k_rstd).to(dtype)
-            part = tl.dot(weighted, k, input_precision=DOT)
+            same += tl.load(table + rows) * diagonal
+            part = tl.dot(_weigh(scores, table, factor, k_rstd).to(dtype), k, input_precision=DOT)
             dots += tl.sum(part * qk.to(tl.float32), 1)
             total += part * _inverse(factor)[:, None]
-            dG = _fold(dots) + tl.load(dg_ptr + head + rows * HV, mask=rows < valid, other=0.0)
-            dg = tl.cumsum(tl.where(rows < valid, dG, 0.0), 0, reverse=True)
-            tl.store(dg_ptr + head + rows * HV, dg, mask=rows < valid)
+            tl.store(dg_ptr + head + rows * HV, _fold(dots), mask=rows < valid)
             tl.store(dbeta_ptr + head + rows * HV, dbeta.to(dbeta_ptr.dtype.element_ty), mask=rows < valid)
             scores = tl.zeros([128, 64], tl.float32)
             dots = tl.zeros([128], tl.float32)
     return total, same
 
 
+@triton.jit
+def _column_phase(
+    do_ptr, dv_ptr, table_ptr, h_ptr, delta_ptr, dh_ptr, dg_ptr, qk, kT, factor, k_rstd, valid,
+    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    DOT: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """[BK, 64], the group's sum of [Q; K]^T scores + dh delta^T; finishes dg, and turns dR into dV."""
+    dtype: tl.constexpr = qk.dtype
+    WIDTH: tl.constexpr = V if V % BV == 0 else BV
+    SPLITS: tl.constexpr = (V + BV - 1) // BV
+    rows = tl.arange(0, 64)
+    stacked_rows = tl.arange(0, 128)
+    kcol = tl.arange(0, BK)
+    total = tl.zeros([BK, 64], tl.float32)
+    scores = tl.zeros([128, 64], tl.float32)
+    states = tl.zeros([BK, 64], tl.float32)
+    overlap = 0.0
+    for step in tl.range(0, GROUP * SPLITS, num_stages=STAGES):
+        head = step // SPLITS
+        vcol = (step % SPLITS) * BV + tl.arange(0, BV)
+        upper = _stacked(do_ptr + head * V, dv_ptr + head * V, HV * V, vcol, valid, V, WIDTH)
+        delta = load_rows(delta_ptr + head * V, HV * V, rows, vcol, valid, V, WIDTH)
+        dh = load_state(dh_ptr + head * K * V, kcol, vcol, K, V)
+        h = load_state(h_ptr + head * K * V, kcol, vcol, K, V)
+        table = table_ptr + head * 320
+        scores = tl.dot(upper, tl.trans(delta), scores, input_precision=DOT)
+        states = tl.dot(dh, tl.trans(delta), states, input_precision=DOT)
+        overlap += tl.sum(h.to(tl.float32) * dh.to(tl.float32))
+        # The product above has read the whole dR tile: it may be overwritten.
+        out = dv_ptr + head * V + (stacked_rows % 64)[:, None] * (HV * V) + vcol[None, :]
+        mask = (stacked_rows >= 64)[:, None] & (stacked_rows % 64 < valid)[:, None] & (vcol < V)[None, :]
+        dV = upper.to(tl.float32) * tl.load(table + stacked_rows % 64)[:, None]
+        tl.store(out, dV.to(dtype), mask=mask)
+        if step % SPLITS == SPLITS - 1:
+            last = tl.load(table + 256 + 63)
+            states *= (tl.exp(last - tl.load(table + 256 + rows)) * tl.load(table + rows))[None, :]
+            at_end = tl.exp(last) * overlap + tl.sum(states * kT.to(tl.float32) * k_rstd[None, :])
+            weighted = _weigh(scores, table, factor, k_rstd).to(dtype)
+            part = states + tl.dot(tl.trans(qk), weighted, input_precision=DOT) * _inverse(k_rstd)[None, :]
+            dG = tl.load(dg_ptr + head + rows * HV, mask=rows < valid, other=0.0)
+            dG -= tl.sum(part * kT.to(tl.float32), 0) * k_rstd
+            dG = tl.where(rows == valid - 1, dG + at_end, dG)
+            dg = tl.cumsum(tl.where(rows < valid, dG, 0.0), 0, reverse=True)
+            tl.store(dg_ptr + head + rows * HV, dg, mask=rows < valid)
+            total += part
+            scores = tl.zeros([128, 64], tl.float32)
+            states = tl.zeros([BK, 64], tl.float32)
+            overlap = 0.0
+    return total
+
+
 @triton.jit(do_not_specialize=["scale", "inverse_scale", "documents", "T", "chunks_per_row"])
 def gradient_kernel(
-    do_ptr, q_ptr, k_ptr, beta_ptr, gcum_ptr, k_rstd_ptr, qscale_ptr, h_ptr, delta_ptr, dh_ptr, cu_ptr, offsets_ptr,
+    do_ptr, q_ptr, k_ptr, rows_ptr, k_rstd_ptr, qscale_ptr, h_ptr, delta_ptr, dh_ptr, cu_ptr, offsets_ptr,
     dq_ptr, dk_ptr, dv_ptr, dg_ptr, dbeta_ptr, scale, inverse_scale, documents, T, chunks_per_row,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     VARLEN: tl.constexpr, L2NORM: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr,
@@ -183,39 +178,42 @@ def gradient_kernel(
     token, valid = locate_chunk(chunk, cu_ptr, offsets_ptr, documents, T, chunks_per_row, VARLEN)
     GROUP: tl.constexpr = HV // H
     rows = tl.arange(0, 64)
+    stacked_rows = tl.arange(0, 128)
     kcol = tl.arange(0, BK)
     base = token * H + qk_head
     value_base = token * HV + qk_head * GROUP
-    state_base = (chunk.to(tl.int64) * HV + qk_head * GROUP) * K * V
+    chunk_base = chunk.to(tl.int64) * HV + qk_head * GROUP
     qk = _stacked(q_ptr + base * K, k_ptr + base * K, H * K, kcol, valid, K, BK)
     k = load_rows(k_ptr + base * K, H * K, rows, kcol, valid, K, BK)
     k_rstd = tl.load(k_rstd_ptr + base + rows * H, mask=rows < valid, other=0.0)
-    qscale = tl.load(qscale_ptr + base + rows * H, mask=rows < valid, other=0.0)
-    columns = _column_phase(
-        do_ptr + value_base * V, dv_ptr + value_base * V, beta_ptr + value_base, gcum_ptr + value_base,
-        h_ptr + state_base, delta_ptr + value_base * V, dh_ptr + state_base, dg_ptr + value_base,
-        qk, tl.trans(k), k_rstd, qscale, valid, HV, GROUP, K, V, BK, BV, DOT, STAGES,
-    )  # fmt: skip
-    # The column phase's dG, stored in dg, is read back by other threads.
-    tl.debug_barrier()
+    factor = tl.where(stacked_rows < 64, qscale_ptr + base, k_rstd_ptr + base) + (stacked_rows % 64) * H
+    factor = tl.load(factor, mask=stacked_rows % 64 < valid, other=0.0)
     stacked, same = _row_phase(
-        do_ptr + value_base * V, dv_ptr + value_base * V, beta_ptr + value_base, gcum_ptr + value_base,
-        h_ptr + state_base, delta_ptr + value_base * V, dg_ptr + value_base, dbeta_ptr + value_base,
-        qk, k, k_rstd, qscale, valid, HV, GROUP, K, V, BK, BV, DOT, STAGES,
+        do_ptr + value_base * V, dv_ptr + value_base * V, rows_ptr + chunk_base * 320, h_ptr + chunk_base * K * V,
+        delta_ptr + value_base * V, dg_ptr + value_base, dbeta_ptr + value_base, qk, k, factor, k_rstd, valid,
+        HV, GROUP, K, V, BK, BV, DOT, STAGES,
+    )  # fmt: skip
+    # The row phase's dG, stored in dg, is read back by other threads.
+    tl.debug_barrier()
+    columns = _column_phase(
+        do_ptr + value_base * V, dv_ptr + value_base * V, rows_ptr + chunk_base * 320, h_ptr + chunk_base * K * V,
+        delta_ptr + value_base * V, dh_ptr + chunk_base * K * V, dg_ptr + value_base,
+        qk, tl.trans(k), factor, k_rstd, valid, HV, GROUP, K, V, BK, BV, DOT, STAGES,
     )  # fmt: skip
     lower = tl.trans(columns)
     lower = tl.reshape(tl.permute(tl.join(tl.zeros([64, BK], tl.float32), lower), (2, 0, 1)), [128, BK])
-    stacked_rows = tl.arange(0, 128)
-    one = tl.zeros([64], tl.float32) + 1.0
-    gradient = stacked * _stack(one * scale, one)[:, None] + lower
+    top = stacked_rows < 64
+    # The diagonal: dq_r += scale same_r kappa_r k_r, dk_r += same_r qscale_r q_r.
+    same = tl.reshape(tl.permute(tl.join(same, same), (1, 0)), [128])
+    other = tl.where(top, k_rstd_ptr + base, qscale_ptr + base) + (stacked_rows % 64) * H
+    same *= tl.load(other, mask=stacked_rows % 64 < valid, other=0.0)
     swapped = _stacked(k_ptr + base * K, q_ptr + base * K, H * K, kcol, valid, K, BK).to(tl.float32)
-    gradient += _stack(same * k_rstd * scale, same * qscale)[:, None] * swapped
+    gradient = (stacked + lower + same[:, None] * swapped) * tl.where(top, scale, 1.0)[:, None]
     if L2NORM:
         # d/dx of x (sum x^2 + 1e-6)^-1/2; q's factor is qscale / scale.
-        factor = _stack(qscale * inverse_scale, k_rstd)[:, None]
+        factor = (factor * tl.where(top, inverse_scale, 1.0))[:, None]
         normed = qk.to(tl.float32) * factor
         gradient = factor * (gradient - tl.sum(gradient * normed, 1)[:, None] * normed)
-    inner = (stacked_rows % 64)[:, None] * (H * K)
-    out = tl.where((stacked_rows < 64)[:, None], dq_ptr + base * K + inner, dk_ptr + base * K + inner) + kcol[None, :]
+    out = tl.where(top[:, None], dq_ptr + base * K, dk_ptr + base * K) + (stacked_rows % 64)[:, None] * (H * K)
     mask = (stacked_rows % 64 < valid)[:, None] & (kcol < K)[None, :]
-    tl.store(out, gradient.to(dq_ptr.dtype.element_ty), mask=mask)
+    tl.store(out + kcol[None, :], gradient.to(dq_ptr.dtype.element_ty), mask=mask)

@@ -12,6 +12,7 @@ from .gradients import gradient_kernel
 from .packing_kernels import check_packing_kernel, zero_gradient_tail_kernel, zero_output_tail_kernel
 from .prep import prep_kernel
 from .scan import adjoint_kernel, forward_kernel
+from .scores import score_kernel
 
 Tensor = torch.Tensor
 
@@ -107,6 +108,18 @@ def _prep_tapes(p: Problem, new) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     )
 
 
+def _scores(p: Problem, q: Tensor, k: Tensor, beta: Tensor, cu: Tensor | None, offsets: Tensor | None,
+            tapes: tuple[Tensor, ...], arena: Arena) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Row table and score tiles of every chunk: temporaries of both directions."""
+    table = arena.bind(p.chunks, p.HV, 5 * CHUNK, dtype=torch.float32)
+    scores = arena.bind(p.chunks, p.HV, CHUNK, CHUNK)
+    score_kernel[(p.chunks * p.H,)](
+        q, k, beta, *tapes[:3], cu, offsets, table, scores, p.documents, p.T, p.chunks_per_row, **p.heads,
+        BK=block_width(p.K), VARLEN=p.varlen, DOT=p.dot, num_warps=4,
+    )  # fmt: skip
+    return table, scores
+
+
 def launch_forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None,
     cu_seqlens: Tensor | None, chunk_offsets: Tensor | None, workspace: Tensor | None,
@@ -131,9 +144,10 @@ def launch_forward(
         h0 = None if initial_state is None else initial_state.contiguous()
         cu, offsets = _packing(p, cu_seqlens, chunk_offsets)
         _prep(p, q, k, g, beta, cu, offsets, tapes, scale, use_qk_l2norm)
+        table, scores = _scores(p, q, k, beta, cu, offsets, tapes, arena)
         config = select(p.dtype.itemsize, p.K, p.V).scan
         forward_kernel[(p.documents * p.HV * -(-p.V // config.BV),)](
-            q, k, v, beta, *tapes, h0, cu, offsets, o, final, h, delta, p.T, p.chunks_per_row, **p.heads,
+            q, k, v, table, scores, tapes[3], h0, cu, offsets, o, final, h, delta, p.T, p.chunks_per_row, **p.heads,
             V=p.V, BK=block_width(p.K), BV=config.BV, VARLEN=p.varlen, HAS_H0=h0 is not None,
             STORE_HT=output_final_state, STORE_H=full, OUTPUT=True, DOT=p.dot, STAGES=config.num_stages,
             num_warps=config.num_warps,
@@ -175,6 +189,7 @@ def launch_backward(
     if any(tape.numel() == 0 for tape in tapes):
         tapes = _prep_tapes(p, arena.bind)
         _prep(p, q, k, g, beta, cu, offsets, tapes, scale, use_qk_l2norm)
+    table, scores = _scores(p, q, k, beta, cu, offsets, tapes, arena)
     replay = h.numel() == 0 or delta.numel() == 0
     if replay:
         h, delta = arena.bind(p.chunks, p.HV, p.K, p.V), arena.bind(*v.shape)
@@ -183,12 +198,12 @@ def launch_backward(
     common = {"V": p.V, "BK": block_width(p.K), "VARLEN": p.varlen, "DOT": p.dot, **p.heads}
     chains = p.documents * p.HV * -(-p.V // configs.scan.BV)
     adjoint_kernel[(chains * (2 if replay else 1),)](
-        do, dht, q, k, v, beta, *tapes, h0, cu, offsets, dh, dv, dh0, h, delta, chains, p.T, p.chunks_per_row, **common,
+        do, dht, q, k, v, table, scores, tapes[3], h0, cu, offsets, dh, dv, dh0, h, delta, chains, p.T, p.chunks_per_row, **common,
         BV=configs.scan.BV, HAS_H0=has_h0, HAS_DHT=dht is not None, STORE_DH0=has_h0, REPLAY=replay,
         STAGES=configs.scan.num_stages, num_warps=configs.scan.num_warps,
     )  # fmt: skip
     gradient_kernel[(p.chunks * p.H,)](
-        do, q, k, beta, *tapes[:3], h, delta, dh, cu, offsets, dq, dk, dv, dg, dbeta,
+        do, q, k, table, *tapes[1:3], h, delta, dh, cu, offsets, dq, dk, dv, dg, dbeta,
         scale, 1.0 / scale if scale else 0.0, p.documents, p.T, p.chunks_per_row, **common,
         BV=configs.gradient.BV, L2NORM=use_qk_l2norm, STAGES=configs.gradient.num_stages,
         num_warps=configs.gradient.num_warps,

@@ -10,12 +10,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .device import load_decay, load_rows, load_state, locate_document, store_rows, store_state
+from .device import load_rows, load_state, locate_document, store_rows, store_state
+
+TABLE = tl.constexpr(320)  # floats of one (chunk, value head) in the row table, see scores.py
 
 
 @triton.jit
 def forward_chain(
-    q_ptr, k_ptr, v_ptr, beta_ptr, gcum_ptr, k_rstd_ptr, qscale_ptr, x_ptr, h0_ptr, cu_ptr, offsets_ptr,
+    q_ptr, k_ptr, v_ptr, rows_ptr, p_ptr, x_ptr, h0_ptr, cu_ptr, offsets_ptr,
     o_ptr, ht_ptr, h_ptr, delta_ptr, pid, T, chunks_per_row,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     VARLEN: tl.constexpr, HAS_H0: tl.constexpr, STORE_HT: tl.constexpr, STORE_H: tl.constexpr, OUTPUT: tl.constexpr,
@@ -33,7 +35,6 @@ def forward_chain(
     rows = tl.arange(0, 64)
     kcol = tl.arange(0, BK)
     vcol = split * BV + tl.arange(0, BV)
-    causal = rows[:, None] >= rows[None, :]
     state = (document.to(tl.int64) * HV + head) * K * V
     if HAS_H0:
         S = load_state(h0_ptr + state, kcol, vcol, K, V).to(tl.float32)
@@ -45,34 +46,33 @@ def forward_chain(
         k = load_rows(k_ptr + (token * H + qk_head) * K, H * K, rows, kcol, valid, K, BK)
         x = load_rows(x_ptr + (token * HV + head) * 64, HV * 64, rows, rows, valid, 64, 64)
         v = load_rows(v_ptr + (token * HV + head) * V, HV * V, rows, vcol, valid, V, WIDTH)
-        G, last = load_decay(gcum_ptr + token * HV + head, HV, rows, valid)
-        beta = tl.load(beta_ptr + (token * HV + head) + rows * HV, mask=rows < valid, other=0.0).to(tl.float32)
-        k_rstd = tl.load(k_rstd_ptr + (token * H + qk_head) + rows * H, mask=rows < valid, other=0.0)
+        table = rows_ptr + ((first + i) * HV + head) * TABLE
+        beta = tl.load(table + rows)
+        k_start = tl.load(table + 64 + rows)
+        k_end = tl.load(table + 128 + rows)
         Sd = S.to(dtype)
         if STORE_H:
             store_state(h_ptr + ((first + i) * HV + head) * K * V, Sd, kcol, vcol, K, V)
-        E = v.to(tl.float32) - (tl.exp(G) * k_rstd)[:, None] * tl.dot(k, Sd, input_precision=DOT)
+        E = v.to(tl.float32) - k_start[:, None] * tl.dot(k, Sd, input_precision=DOT)
         delta = E + tl.dot(x, (beta[:, None] * E).to(dtype), input_precision=DOT)
         if STORE_H:
             store_rows(delta_ptr + (token * HV + head) * V, delta, HV * V, rows, vcol, valid, V, WIDTH)
         if OUTPUT:
             q = load_rows(q_ptr + (token * H + qk_head) * K, H * K, rows, kcol, valid, K, BK)
-            qscale = tl.load(qscale_ptr + (token * H + qk_head) + rows * H, mask=rows < valid, other=0.0)
-            decay = tl.where(causal, G[:, None] - G[None, :], 0.0)
-            weight = tl.where(causal, tl.exp(decay), 0.0) * qscale[:, None] * (k_rstd * beta)[None, :]
-            P = (tl.dot(q, tl.trans(k), input_precision=DOT) * weight).to(dtype)
-            O = (tl.exp(G) * qscale)[:, None] * tl.dot(q, Sd, input_precision=DOT)
-            O += tl.dot(P, delta.to(dtype), input_precision=DOT)
+            p = load_rows(p_ptr + ((first + i) * HV + head) * 4096, 64, rows, rows, 64, 64, 64)
+            q_start = tl.load(table + 192 + rows)
+            O = q_start[:, None] * tl.dot(q, Sd, input_precision=DOT)
+            O += tl.dot(p, (beta[:, None] * delta).to(dtype), input_precision=DOT)
             store_rows(o_ptr + (token * HV + head) * V, O, HV * V, rows, vcol, valid, V, WIDTH)
-        update = ((tl.exp(last - G) * beta * k_rstd)[:, None] * delta).to(dtype)
-        S = S * tl.exp(last) + tl.dot(tl.trans(k), update, input_precision=DOT)
+        update = ((beta * k_end)[:, None] * delta).to(dtype)
+        S = S * tl.exp(tl.load(table + 256 + 63)) + tl.dot(tl.trans(k), update, input_precision=DOT)
     if STORE_HT:
         store_state(ht_ptr + state, S, kcol, vcol, K, V)
 
 
 @triton.jit
 def adjoint_chain(
-    do_ptr, dht_ptr, q_ptr, k_ptr, beta_ptr, gcum_ptr, k_rstd_ptr, qscale_ptr, x_ptr, cu_ptr, offsets_ptr,
+    do_ptr, dht_ptr, q_ptr, k_ptr, rows_ptr, p_ptr, x_ptr, cu_ptr, offsets_ptr,
     dh_ptr, dr_ptr, dh0_ptr, pid, T, chunks_per_row,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     VARLEN: tl.constexpr, HAS_DHT: tl.constexpr, STORE_DH0: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr,
@@ -89,7 +89,6 @@ def adjoint_chain(
     rows = tl.arange(0, 64)
     kcol = tl.arange(0, BK)
     vcol = split * BV + tl.arange(0, BV)
-    anticausal = rows[:, None] <= rows[None, :]
     state = (document.to(tl.int64) * HV + head) * K * V
     if HAS_DHT:
         dS = load_state(dht_ptr + state, kcol, vcol, K, V).to(tl.float32)
@@ -104,17 +103,16 @@ def adjoint_chain(
         k = load_rows(k_ptr + (token * H + qk_head) * K, H * K, rows, kcol, valid, K, BK)
         x = load_rows(x_ptr + (token * HV + head) * 64, HV * 64, rows, rows, valid, 64, 64)
         do = load_rows(do_ptr + (token * HV + head) * V, HV * V, rows, vcol, valid, V, WIDTH)
-        G, last = load_decay(gcum_ptr + token * HV + head, HV, rows, valid)
-        beta = tl.load(beta_ptr + (token * HV + head) + rows * HV, mask=rows < valid, other=0.0).to(tl.float32)
-        k_rstd = tl.load(k_rstd_ptr + (token * H + qk_head) + rows * H, mask=rows < valid, other=0.0)
-        qscale = tl.load(qscale_ptr + (token * H + qk_head) + rows * H, mask=rows < valid, other=0.0)
+        table = rows_ptr + ((first + i) * HV + head) * TABLE
+        beta = tl.load(table + rows)
+        k_start = tl.load(table + 64 + rows)
+        k_end = tl.load(table + 128 + rows)
+        q_start = tl.load(table + 192 + rows)
+        p = load_rows(p_ptr + ((first + i) * HV + head) * 4096, 64, rows, rows, 64, 64, 64)
         dSd = dS.to(dtype)
         store_state(dh_ptr + ((first + i) * HV + head) * K * V, dSd, kcol, vcol, K, V)
-        decay = tl.where(anticausal, G[None, :] - G[:, None], 0.0)
-        weight = tl.where(anticausal, tl.exp(decay), 0.0) * k_rstd[:, None] * qscale[None, :]
-        PT = (tl.dot(k, tl.trans(q), input_precision=DOT) * weight).to(dtype)
-        dVn = (tl.exp(last - G) * k_rstd)[:, None] * tl.dot(k, dSd, input_precision=DOT)
-        dVn += tl.dot(PT, do, input_precision=DOT)
+        dVn = k_end[:, None] * tl.dot(k, dSd, input_precision=DOT)
+        dVn += tl.dot(tl.trans(p), do, input_precision=DOT)
         # Two 16-bit terms: with equal keys and beta = 1 rows cancel, and one term would lose 2e-2 of dR instead of 6e-3.
         weighted = beta[:, None] * dVn
         high = weighted.to(dtype)
@@ -122,10 +120,9 @@ def adjoint_chain(
         if dtype != tl.float32:
             dR = tl.dot(tl.trans(x), (weighted - high.to(tl.float32)).to(dtype), dR, input_precision=DOT)
         store_rows(dr_ptr + (token * HV + head) * V, dR, HV * V, rows, vcol, valid, V, WIDTH)
-        gamma = tl.exp(G)
-        dO = ((gamma * qscale)[:, None] * do.to(tl.float32)).to(dtype)
-        dS = dS * tl.exp(last) + tl.dot(tl.trans(q), dO, input_precision=DOT)
-        dZ = (-(gamma * beta * k_rstd)[:, None] * dR).to(dtype)
+        dO = (q_start[:, None] * do.to(tl.float32)).to(dtype)
+        dS = dS * tl.exp(tl.load(table + 256 + 63)) + tl.dot(tl.trans(q), dO, input_precision=DOT)
+        dZ = (-(beta * k_start)[:, None] * dR).to(dtype)
         dS += tl.dot(tl.trans(k), dZ, input_precision=DOT)
     if STORE_DH0:
         store_state(dh0_ptr + state, dS, kcol, vcol, K, V)
@@ -133,7 +130,7 @@ def adjoint_chain(
 
 @triton.jit(do_not_specialize=["T", "chunks_per_row"])
 def forward_kernel(
-    q_ptr, k_ptr, v_ptr, beta_ptr, gcum_ptr, k_rstd_ptr, qscale_ptr, x_ptr, h0_ptr, cu_ptr, offsets_ptr,
+    q_ptr, k_ptr, v_ptr, rows_ptr, p_ptr, x_ptr, h0_ptr, cu_ptr, offsets_ptr,
     o_ptr, ht_ptr, h_ptr, delta_ptr, T, chunks_per_row,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     VARLEN: tl.constexpr, HAS_H0: tl.constexpr, STORE_HT: tl.constexpr, STORE_H: tl.constexpr, OUTPUT: tl.constexpr,
@@ -141,7 +138,7 @@ def forward_kernel(
 ):  # fmt: skip
     """One CTA per (document, value head, V block)."""
     forward_chain(
-        q_ptr, k_ptr, v_ptr, beta_ptr, gcum_ptr, k_rstd_ptr, qscale_ptr, x_ptr, h0_ptr, cu_ptr, offsets_ptr,
+        q_ptr, k_ptr, v_ptr, rows_ptr, p_ptr, x_ptr, h0_ptr, cu_ptr, offsets_ptr,
         o_ptr, ht_ptr, h_ptr, delta_ptr, tl.program_id(0), T, chunks_per_row,
         H, HV, K, V, BK, BV, VARLEN, HAS_H0, STORE_HT, STORE_H, OUTPUT, DOT, STAGES,
     )  # fmt: skip
@@ -149,7 +146,7 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=["chains", "T", "chunks_per_row"])
 def adjoint_kernel(
-    do_ptr, dht_ptr, q_ptr, k_ptr, v_ptr, beta_ptr, gcum_ptr, k_rstd_ptr, qscale_ptr, x_ptr, h0_ptr, cu_ptr,
+    do_ptr, dht_ptr, q_ptr, k_ptr, v_ptr, rows_ptr, p_ptr, x_ptr, h0_ptr, cu_ptr,
     offsets_ptr, dh_ptr, dr_ptr, dh0_ptr, h_ptr, delta_ptr, chains, T, chunks_per_row,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     VARLEN: tl.constexpr, HAS_H0: tl.constexpr, HAS_DHT: tl.constexpr, STORE_DH0: tl.constexpr, REPLAY: tl.constexpr,
@@ -159,13 +156,13 @@ def adjoint_kernel(
     pid = tl.program_id(0)
     if pid < chains:
         adjoint_chain(
-            do_ptr, dht_ptr, q_ptr, k_ptr, beta_ptr, gcum_ptr, k_rstd_ptr, qscale_ptr, x_ptr, cu_ptr, offsets_ptr,
+            do_ptr, dht_ptr, q_ptr, k_ptr, rows_ptr, p_ptr, x_ptr, cu_ptr, offsets_ptr,
             dh_ptr, dr_ptr, dh0_ptr, pid, T, chunks_per_row,
             H, HV, K, V, BK, BV, VARLEN, HAS_DHT, STORE_DH0, DOT, STAGES,
         )  # fmt: skip
     elif REPLAY:
         forward_chain(
-            q_ptr, k_ptr, v_ptr, beta_ptr, gcum_ptr, k_rstd_ptr, qscale_ptr, x_ptr, h0_ptr, cu_ptr, offsets_ptr,
+            q_ptr, k_ptr, v_ptr, rows_ptr, p_ptr, x_ptr, h0_ptr, cu_ptr, offsets_ptr,
             dr_ptr, dh0_ptr, h_ptr, delta_ptr, pid - chains, T, chunks_per_row,
             H, HV, K, V, BK, BV, VARLEN, HAS_H0, False, True, False, DOT, STAGES,
         )  # fmt: skip
