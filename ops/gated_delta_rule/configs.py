@@ -14,6 +14,7 @@ class PrepConfig(NamedTuple):
 
     BLOCK: int
     num_warps: int
+    maxnreg: int | None = None
 
 
 class ScanConfig(NamedTuple):

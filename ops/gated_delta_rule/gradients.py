@@ -45,8 +45,7 @@ def _inverse(x):
 def _weigh(scores, table, factor, k_rstd):
     """Both score gradients strictly below the diagonal, all row factors in, rounded once.
 
-    Row and column products read the same rounded tile, so a pair's two shares in dG cancel where they must; the
-    diagonal, whose shares cancel exactly, is left to `_diagonals`.
+    The diagonal, whose shares in dG cancel exactly, is left to `_diagonals`.
     """
     rows = tl.arange(0, 128)
     columns = tl.arange(0, 64)
@@ -95,15 +94,19 @@ def _row_phase(
         gamma = tl.where(stacked_rows < 64, gamma, -gamma * tl.load(table + stacked_rows % 64))
         scores = tl.dot(upper, tl.trans(delta), scores, input_precision=DOT)
         part = tl.dot(upper, tl.trans(h), input_precision=DOT) * gamma[:, None]
-        dots += tl.sum(part * qk.to(tl.float32), 1) * factor
         total += part
+        # A row of part times a row of [Q; K], without holding both: U h^T . QK = U . (QK h).
+        part = tl.dot(qk, h, input_precision=DOT)
+        dots += tl.sum(part * upper.to(tl.float32), 1) * gamma * factor
         if step % SPLITS == SPLITS - 1:
             diagonal, dbeta = _diagonals(scores)
             same += tl.load(table + rows) * diagonal
-            part = tl.dot(_weigh(scores, table, factor, k_rstd).to(dtype), k, input_precision=DOT)
-            dots += tl.sum(part * qk.to(tl.float32), 1)
-            total += part * _inverse(factor)[:, None]
-            tl.store(dg_ptr + head + rows * HV, _fold(dots), mask=rows < valid)
+            weighted = _weigh(scores, table, factor, k_rstd).to(dtype)
+            total += tl.dot(weighted, k, input_precision=DOT) * _inverse(factor)[:, None]
+            # Each pair adds to dG at r what it takes away at i: one tile for both, so they cancel to fp32.
+            pairs = weighted.to(tl.float32) * tl.dot(qk, tl.trans(k), input_precision=DOT)
+            dG = _fold(dots + tl.sum(pairs, 1)) - tl.sum(pairs, 0)
+            tl.store(dg_ptr + head + rows * HV, dG, mask=rows < valid)
             tl.store(dbeta_ptr + head + rows * HV, dbeta.to(dbeta_ptr.dtype.element_ty), mask=rows < valid)
             scores = tl.zeros([128, 64], tl.float32)
             dots = tl.zeros([128], tl.float32)
@@ -146,15 +149,15 @@ def _column_phase(
         if step % SPLITS == SPLITS - 1:
             last = tl.load(table + 256 + 63)
             states *= (tl.exp(last - tl.load(table + 256 + rows)) * tl.load(table + rows))[None, :]
-            at_end = tl.exp(last) * overlap + tl.sum(states * kT.to(tl.float32) * k_rstd[None, :])
+            through = tl.sum(states * kT.to(tl.float32), 0) * k_rstd
+            at_end = tl.exp(last) * overlap + tl.sum(through)
+            total += states
             weighted = _weigh(scores, table, factor, k_rstd).to(dtype)
-            part = states + tl.dot(tl.trans(qk), weighted, input_precision=DOT) * _inverse(k_rstd)[None, :]
-            dG = tl.load(dg_ptr + head + rows * HV, mask=rows < valid, other=0.0)
-            dG -= tl.sum(part * kT.to(tl.float32), 0) * k_rstd
+            total += tl.dot(tl.trans(qk), weighted, input_precision=DOT) * _inverse(k_rstd)[None, :]
+            dG = tl.load(dg_ptr + head + rows * HV, mask=rows < valid, other=0.0) - through
             dG = tl.where(rows == valid - 1, dG + at_end, dG)
             dg = tl.cumsum(tl.where(rows < valid, dG, 0.0), 0, reverse=True)
             tl.store(dg_ptr + head + rows * HV, dg, mask=rows < valid)
-            total += part
             scores = tl.zeros([128, 64], tl.float32)
             states = tl.zeros([BK, 64], tl.float32)
             overlap = 0.0

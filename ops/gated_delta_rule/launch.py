@@ -96,6 +96,7 @@ def _prep(p: Problem, q: Tensor, k: Tensor, g: Tensor, beta: Tensor, cu: Tensor 
     prep_kernel[(p.chunks * p.H,)](
         q, k, g, beta, cu, offsets, *tapes, scale, p.documents, p.T, p.chunks_per_row, **p.heads,
         BLOCK=config.BLOCK, VARLEN=p.varlen, L2NORM=l2norm, PREC="tf32x3", DOT=p.dot, num_warps=config.num_warps,
+        maxnreg=config.maxnreg,
     )  # fmt: skip
 
 
