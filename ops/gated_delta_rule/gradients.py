@@ -83,6 +83,8 @@ def _row_phase(
     scores = tl.zeros([128, 64], tl.float32)
     dots = tl.zeros([128], tl.float32)
     same = tl.zeros([64], tl.float32)
+    if dtype == tl.float32:
+        products = tl.dot(qk, tl.trans(k), input_precision=DOT)  # before the loop: shared memory is short in fp32
     for step in tl.range(0, GROUP * SPLITS, num_stages=STAGES):
         head = step // SPLITS
         vcol = (step % SPLITS) * BV + tl.arange(0, BV)
@@ -95,16 +97,22 @@ def _row_phase(
         scores = tl.dot(upper, tl.trans(delta), scores, input_precision=DOT)
         part = tl.dot(upper, tl.trans(h), input_precision=DOT) * gamma[:, None]
         total += part
-        # A row of part times a row of [Q; K], without holding both: U h^T . QK = U . (QK h).
-        part = tl.dot(qk, h, input_precision=DOT)
-        dots += tl.sum(part * upper.to(tl.float32), 1) * gamma * factor
+        if dtype == tl.float32:
+            dots += tl.sum(part * qk, 1) * factor
+        else:
+            # The same row dots, U h^T . QK = U . (QK h), without a second [128, BK] tile in registers.
+            part = tl.dot(qk, h, input_precision=DOT)
+            dots += tl.sum(part * upper.to(tl.float32), 1) * gamma * factor
         if step % SPLITS == SPLITS - 1:
             diagonal, dbeta = _diagonals(scores)
             same += tl.load(table + rows) * diagonal
             weighted = _weigh(scores, table, factor, k_rstd).to(dtype)
             total += tl.dot(weighted, k, input_precision=DOT) * _inverse(factor)[:, None]
             # Each pair adds to dG at r what it takes away at i: one tile for both, so they cancel to fp32.
-            pairs = weighted.to(tl.float32) * tl.dot(qk, tl.trans(k), input_precision=DOT)
+            if dtype == tl.float32:
+                pairs = weighted * products
+            else:
+                pairs = weighted.to(tl.float32) * tl.dot(qk, tl.trans(k), input_precision=DOT)
             dG = _fold(dots + tl.sum(pairs, 1)) - tl.sum(pairs, 0)
             tl.store(dg_ptr + head + rows * HV, dG, mask=rows < valid)
             tl.store(dbeta_ptr + head + rows * HV, dbeta.to(dbeta_ptr.dtype.element_ty), mask=rows < valid)
