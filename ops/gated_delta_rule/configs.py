@@ -14,7 +14,6 @@ class PrepConfig(NamedTuple):
 
     BLOCK: int
     num_warps: int
-    maxnreg: int | None = None
 
 
 class ScanConfig(NamedTuple):
@@ -37,16 +36,16 @@ class Configs(NamedTuple):
 
 #            (operand bytes, padded K)  prep                scan                 gradient
 TABLE: dict[tuple[int, int], Configs] = {
-    (2, 16): Configs(PrepConfig(16, 2), ScanConfig(64, 4, 2), GradientConfig(64, 8, 1)),
-    (2, 32): Configs(PrepConfig(32, 2), ScanConfig(64, 4, 2), GradientConfig(64, 8, 1)),
-    (2, 64): Configs(PrepConfig(64, 2), ScanConfig(64, 4, 2), GradientConfig(64, 8, 1)),
-    (2, 128): Configs(PrepConfig(64, 2), ScanConfig(64, 4, 2), GradientConfig(64, 8, 1)),
-    (2, 256): Configs(PrepConfig(64, 2), ScanConfig(32, 4, 1), GradientConfig(32, 8, 1)),
-    (4, 16): Configs(PrepConfig(16, 2), ScanConfig(32, 4, 1), GradientConfig(32, 8, 1)),
-    (4, 32): Configs(PrepConfig(32, 2), ScanConfig(32, 4, 1), GradientConfig(32, 8, 1)),
-    (4, 64): Configs(PrepConfig(32, 2), ScanConfig(32, 4, 1), GradientConfig(32, 8, 1)),
-    (4, 128): Configs(PrepConfig(32, 2), ScanConfig(32, 4, 1), GradientConfig(32, 8, 1)),
-    (4, 256): Configs(PrepConfig(32, 2), ScanConfig(16, 4, 1), GradientConfig(16, 8, 1)),
+    (2, 16): Configs(PrepConfig(16, 1), ScanConfig(64, 4, 3), GradientConfig(64, 8, 2)),
+    (2, 32): Configs(PrepConfig(32, 1), ScanConfig(64, 4, 3), GradientConfig(64, 8, 2)),
+    (2, 64): Configs(PrepConfig(64, 1), ScanConfig(64, 4, 3), GradientConfig(64, 8, 2)),
+    (2, 128): Configs(PrepConfig(64, 1), ScanConfig(64, 4, 3), GradientConfig(64, 8, 2)),
+    (2, 256): Configs(PrepConfig(64, 1), ScanConfig(32, 4, 2), GradientConfig(32, 8, 2)),
+    (4, 16): Configs(PrepConfig(16, 1), ScanConfig(32, 4, 1), GradientConfig(32, 8, 1)),
+    (4, 32): Configs(PrepConfig(32, 1), ScanConfig(32, 4, 1), GradientConfig(32, 8, 1)),
+    (4, 64): Configs(PrepConfig(32, 1), ScanConfig(32, 4, 1), GradientConfig(32, 8, 1)),
+    (4, 128): Configs(PrepConfig(32, 1), ScanConfig(32, 4, 1), GradientConfig(32, 8, 1)),
+    (4, 256): Configs(PrepConfig(32, 1), ScanConfig(16, 4, 1), GradientConfig(16, 8, 1)),
 }
 
 

@@ -183,7 +183,7 @@ def gradient_kernel(
     pid = tl.program_id(0)
     chunk = pid // H
     qk_head = pid - chunk * H
-    if VARLEN:
+    if VARLEN:  # noqa: SIM102 (a constexpr guards a load)
         if chunk >= tl.load(offsets_ptr + documents):
             return
     token, valid = locate_chunk(chunk, cu_ptr, offsets_ptr, documents, T, chunks_per_row, VARLEN)

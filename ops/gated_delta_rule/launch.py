@@ -1,4 +1,4 @@
-"""Launchers of the CUDA path of the gated delta rule: shapes, temporaries, kernel order. Nothing here reads the device."""
+"""Launchers of the CUDA path of the gated delta rule: shapes, temporaries, kernel order; nothing reads the device."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import torch
 
+from ..varlen import CHUNK
+from .arena import Arena
 from .configs import block_width, select
-from .device import CHUNK
 from .gradients import gradient_kernel
 from .packing_kernels import check_packing_kernel, zero_gradient_tail_kernel, zero_output_tail_kernel
 from .prep import prep_kernel
@@ -55,28 +56,9 @@ class Problem(NamedTuple):
         return {"H": self.H, "HV": self.HV, "K": self.K}
 
 
-class Arena:
-    """Hands out the temporaries of one call: from the caller's workspace while it lasts, else from the allocator."""
-
-    def __init__(self, problem: Problem, workspace: Tensor | None) -> None:
-        self._problem = problem
-        self._workspace = workspace
-        self._used = 0
-
-    def bind(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        dtype = dtype or self._problem.dtype
-        if self._workspace is None:
-            return self._problem.new(*shape, dtype=dtype)
-        size = dtype.itemsize
-        for n in shape:
-            size *= n
-        start, self._used = self._used, self._used + -(-size // 256) * 256
-        if self._used > self._workspace.numel():
-            raise ValueError(f"workspace: expected at least {self._used} bytes, got {self._workspace.numel()}")
-        return self._workspace[start : start + size].view(dtype).view(shape)
-
-
-def _packing(p: Problem, cu_seqlens: Tensor | None, chunk_offsets: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+def _packing(
+    p: Problem, cu_seqlens: Tensor | None, chunk_offsets: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
     """Boundaries on the device, contiguous, chunk offsets built where absent, and checked by a device assert."""
     if cu_seqlens is None:
         return None, None
@@ -96,24 +78,27 @@ def _prep(p: Problem, q: Tensor, k: Tensor, g: Tensor, beta: Tensor, cu: Tensor 
     prep_kernel[(p.chunks * p.H,)](
         q, k, g, beta, cu, offsets, *tapes, scale, p.documents, p.T, p.chunks_per_row, **p.heads,
         BLOCK=config.BLOCK, VARLEN=p.varlen, L2NORM=l2norm, PREC="tf32x3", DOT=p.dot, num_warps=config.num_warps,
-        maxnreg=config.maxnreg,
     )  # fmt: skip
 
 
-def _prep_tapes(p: Problem, new) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return (
-        new(p.B, p.T, p.HV, dtype=torch.float32),
-        new(p.B, p.T, p.H, dtype=torch.float32),
-        new(p.B, p.T, p.H, dtype=torch.float32),
-        new(p.B, p.T, p.HV, CHUNK),
-    )
+def _prep_tapes(p: Problem, arena: Arena | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """gcum, k_rstd, qscale and x: outputs, or temporaries of the arena."""
+    shapes = {
+        "gcum": ((p.B, p.T, p.HV), torch.float32),
+        "k_rstd": ((p.B, p.T, p.H), torch.float32),
+        "qscale": ((p.B, p.T, p.H), torch.float32),
+        "x": ((p.B, p.T, p.HV, CHUNK), p.dtype),
+    }
+    if arena is None:
+        return tuple(p.new(*shape, dtype=dtype) for shape, dtype in shapes.values())
+    return tuple(arena.bind(name, shape, dtype) for name, (shape, dtype) in shapes.items())
 
 
 def _scores(p: Problem, q: Tensor, k: Tensor, beta: Tensor, cu: Tensor | None, offsets: Tensor | None,
             tapes: tuple[Tensor, ...], arena: Arena) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Row table and score tiles of every chunk: temporaries of both directions."""
-    table = arena.bind(p.chunks, p.HV, 5 * CHUNK, dtype=torch.float32)
-    scores = arena.bind(p.chunks, p.HV, CHUNK, CHUNK)
+    table = arena.bind("row_table", (p.chunks, p.HV, 5 * CHUNK), torch.float32)
+    scores = arena.bind("scores", (p.chunks, p.HV, CHUNK, CHUNK), p.dtype)
     score_kernel[(p.chunks * p.H,)](
         q, k, beta, *tapes[:3], cu, offsets, table, scores, p.documents, p.T, p.chunks_per_row, **p.heads,
         BK=block_width(p.K), VARLEN=p.varlen, DOT=p.dot, num_warps=4,
@@ -129,14 +114,15 @@ def launch_forward(
     """(o, final_state, gcum, k_rstd, qscale, x, h, delta); what `save_mode` does not keep is empty."""
     q, k, v, g, beta = (t.contiguous() for t in (q, k, v, g, beta))
     p = Problem.of(q, v, cu_seqlens)
-    arena = Arena(p, workspace)
+    arena = Arena(p.device, workspace)
     scale = p.K**-0.5 if scale is None else scale
     o = p.new(p.B, p.T, p.HV, p.V)
-    final = p.new(p.documents if output_final_state else 0, p.HV, p.K, p.V, dtype=torch.float32)
+    states = (p.documents, p.HV, p.K, p.V)
+    final = p.new(*(states if output_final_state else (0,)), dtype=torch.float32)
     full = save_mode == "full"
-    h = p.new(p.chunks if full else 0, p.HV, p.K, p.V)
+    h = p.new(*((p.chunks, p.HV, p.K, p.V) if full else (0,)))
     delta = p.new(*(v.shape if full else (0,)))
-    tapes = _prep_tapes(p, arena.bind if save_mode == "none" else p.new)
+    tapes = _prep_tapes(p, arena if save_mode == "none" else None)
     if p.documents == 0 or p.T == 0:
         o.zero_()
         if output_final_state:
@@ -154,11 +140,12 @@ def launch_forward(
             num_warps=config.num_warps,
         )  # fmt: skip
         if p.varlen:
-            zero_output_tail_kernel[(132,)](cu, o, p.documents, p.T, WIDTH=p.HV * p.V, BLOCK=1024)
+            zero_output_tail_kernel[(132,)](
+                cu, o, *tapes, delta, p.documents, p.T,
+                WIDTH=p.HV * p.V, HV=p.HV, H=p.H, FULL=full, BLOCK=1024,
+            )  # fmt: skip
     if save_mode == "none":
-        empty = p.new(0)
-        nothing = p.new(0, dtype=torch.float32)
-        return o, final, nothing, nothing.clone(), nothing.clone(), empty, h, delta
+        tapes = tuple(p.new(0, dtype=tape.dtype) for tape in tapes)
     return o, final, *tapes, h, delta
 
 
@@ -171,12 +158,12 @@ def launch_backward(
     """(dq, dk, dv, dg, dbeta, dinitial_state); empty tapes are rebuilt with the bits the forward would have stored."""
     do, q, k, v, g, beta = (t.contiguous() for t in (do, q, k, v, g, beta))
     p = Problem.of(q, v, cu_seqlens)
-    arena = Arena(p, workspace)
+    arena = Arena(p.device, workspace)
     scale = p.K**-0.5 if scale is None else scale
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     dg, dbeta = p.new(p.B, p.T, p.HV, dtype=torch.float32), torch.empty_like(beta)
     has_h0 = initial_state is not None
-    dh0 = p.new(p.documents if has_h0 else 0, p.HV, p.K, p.V, dtype=torch.float32)
+    dh0 = p.new(*((p.documents, p.HV, p.K, p.V) if has_h0 else (0,)), dtype=torch.float32)
     if p.documents == 0 or p.T == 0:
         for gradient in (dq, dk, dv, dg, dbeta):
             gradient.zero_()
@@ -188,18 +175,20 @@ def launch_backward(
     cu, offsets = _packing(p, cu_seqlens, chunk_offsets)
     tapes = (gcum, k_rstd, qscale, x)
     if any(tape.numel() == 0 for tape in tapes):
-        tapes = _prep_tapes(p, arena.bind)
+        tapes = _prep_tapes(p, arena)
         _prep(p, q, k, g, beta, cu, offsets, tapes, scale, use_qk_l2norm)
     table, scores = _scores(p, q, k, beta, cu, offsets, tapes, arena)
     replay = h.numel() == 0 or delta.numel() == 0
     if replay:
-        h, delta = arena.bind(p.chunks, p.HV, p.K, p.V), arena.bind(*v.shape)
-    dh = arena.bind(p.chunks, p.HV, p.K, p.V)
+        h = arena.bind("h", (p.chunks, p.HV, p.K, p.V), p.dtype)
+        delta = arena.bind("delta", tuple(v.shape), p.dtype)
+    dh = arena.bind("dh", (p.chunks, p.HV, p.K, p.V), p.dtype)
     configs = select(p.dtype.itemsize, p.K, p.V)
     common = {"V": p.V, "BK": block_width(p.K), "VARLEN": p.varlen, "DOT": p.dot, **p.heads}
     chains = p.documents * p.HV * -(-p.V // configs.scan.BV)
     adjoint_kernel[(chains * (2 if replay else 1),)](
-        do, dht, q, k, v, table, scores, tapes[3], h0, cu, offsets, dh, dv, dh0, h, delta, chains, p.T, p.chunks_per_row, **common,
+        do, dht, q, k, v, table, scores, tapes[3], h0, cu, offsets, dh, dv, dh0, h, delta,
+        chains, p.T, p.chunks_per_row, **common,
         BV=configs.scan.BV, HAS_H0=has_h0, HAS_DHT=dht is not None, STORE_DH0=has_h0, REPLAY=replay,
         STAGES=configs.scan.num_stages, num_warps=configs.scan.num_warps,
     )  # fmt: skip
@@ -211,6 +200,17 @@ def launch_backward(
     )  # fmt: skip
     if p.varlen:
         zero_gradient_tail_kernel[(132,)](
-            cu, dq, dk, dv, dg, dbeta, p.documents, p.T, KEY_WIDTH=p.H * p.K, VALUE_WIDTH=p.HV * p.V, HV=p.HV, BLOCK=1024
+            cu,
+            dq,
+            dk,
+            dv,
+            dg,
+            dbeta,
+            p.documents,
+            p.T,
+            KEY_WIDTH=p.H * p.K,
+            VALUE_WIDTH=p.HV * p.V,
+            HV=p.HV,
+            BLOCK=1024,
         )
     return dq, dk, dv, dg, dbeta, dh0

@@ -9,6 +9,7 @@ import torch
 from ..kcp.context import KcpContext
 from ..kcp.fronts import check_context, gated_delta_rule_over_ranks
 from ..register import register_op
+from ..triton_support import triton_ready
 from ..validation import check_tensor
 from ..varlen import Packing, unpack_cu_seqlens
 from . import reference
@@ -41,6 +42,13 @@ def _forward_impl(
     check_workspace_bytes(
         workspace, sizes_of(q, v, cu_seqlens), needed_phases(save_mode, reuse_recompute_tapes == "hand_off")
     )
+    if triton_ready(q.device):
+        from .launch import launch_forward
+
+        return launch_forward(
+            *(q, k, v, g, beta, initial_state, cu_seqlens, chunk_offsets, workspace),
+            *(scale, output_final_state, use_qk_l2norm, save_mode),
+        )
     return reference.forward(
         *(q, k, v, g, beta, initial_state, cu_seqlens, chunk_offsets),
         scale=scale,
@@ -103,6 +111,13 @@ def _backward_impl(
     check_inputs(q, k, v, g, beta, initial_state, cu_seqlens, chunk_offsets, workspace)
     check_backward_inputs(do, dfinal_state, q, v, cu_seqlens, tapes)
     check_workspace_bytes(workspace, sizes_of(q, v, cu_seqlens), (backward_phase(tapes),))
+    if triton_ready(q.device):
+        from .launch import launch_backward
+
+        return launch_backward(
+            *(do, dfinal_state, q, k, v, g, beta, initial_state, cu_seqlens, chunk_offsets, workspace),
+            *(*tapes, scale, use_qk_l2norm),
+        )
     return reference.backward(
         *(do, dfinal_state, q, k, v, g, beta, initial_state, cu_seqlens, chunk_offsets, tapes),
         scale=scale,

@@ -17,7 +17,9 @@ def check_packing_kernel(cu_ptr, offsets_ptr, documents, T, BLOCK: tl.constexpr)
         inside = index < documents
         start = tl.load(cu_ptr + index, mask=inside, other=0).to(tl.int64)
         end = tl.load(cu_ptr + index + 1, mask=inside, other=0).to(tl.int64)
-        tl.device_assert((start <= end) & (start >= 0) & (end <= T), "cu_seqlens: expected non-decreasing values in [0, T]")
+        tl.device_assert(
+            (start <= end) & (start >= 0) & (end <= T), "cu_seqlens: expected non-decreasing values in [0, T]"
+        )
         chunks = tl.load(offsets_ptr + index + 1, mask=inside, other=0).to(tl.int64)
         chunks -= tl.load(offsets_ptr + index, mask=inside, other=0).to(tl.int64)
         tl.device_assert(chunks == (end - start + 63) // 64, "chunk_offsets: do not belong to these cu_seqlens")
@@ -33,10 +35,20 @@ def _zero(ptr, first, last, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["documents", "T"])
-def zero_output_tail_kernel(cu_ptr, o_ptr, documents, T, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows after the last document: o = 0."""
+def zero_output_tail_kernel(
+    cu_ptr, o_ptr, gcum_ptr, k_rstd_ptr, qscale_ptr, x_ptr, delta_ptr, documents, T,
+    WIDTH: tl.constexpr, HV: tl.constexpr, H: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rows after the last document: o and the tapes are 0."""
     first = tl.load(cu_ptr + documents).to(tl.int64)
-    _zero(o_ptr, first * WIDTH, T.to(tl.int64) * WIDTH, BLOCK)
+    last = T.to(tl.int64)
+    _zero(o_ptr, first * WIDTH, last * WIDTH, BLOCK)
+    _zero(gcum_ptr, first * HV, last * HV, BLOCK)
+    _zero(k_rstd_ptr, first * H, last * H, BLOCK)
+    _zero(qscale_ptr, first * H, last * H, BLOCK)
+    _zero(x_ptr, first * HV * 64, last * HV * 64, BLOCK)
+    if FULL:
+        _zero(delta_ptr, first * WIDTH, last * WIDTH, BLOCK)
 
 
 @triton.jit(do_not_specialize=["documents", "T"])

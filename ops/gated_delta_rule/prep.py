@@ -80,7 +80,7 @@ def prep_kernel(
     pid = tl.program_id(0)
     chunk = pid // H
     head = pid - chunk * H
-    if VARLEN:
+    if VARLEN:  # noqa: SIM102 (a constexpr guards a load)
         if chunk >= tl.load(offsets_ptr + documents):
             return
     start, valid = locate_chunk(chunk, cu_ptr, offsets_ptr, documents, T, chunks_per_row, VARLEN)
@@ -123,8 +123,16 @@ def prep_kernel(
         r3 = _factor(k_ptr, H * K, 48, valid, K, BLOCK)
         L00, L11 = L00 * r0[:, None] * r0[None, :], L11 * r1[:, None] * r1[None, :]
         L22, L33 = L22 * r2[:, None] * r2[None, :], L33 * r3[:, None] * r3[None, :]
-        L10, L20, L30 = L10 * r1[:, None] * r0[None, :], L20 * r2[:, None] * r0[None, :], L30 * r3[:, None] * r0[None, :]
-        L21, L31, L32 = L21 * r2[:, None] * r1[None, :], L31 * r3[:, None] * r1[None, :], L32 * r3[:, None] * r2[None, :]
+        L10, L20, L30 = (
+            L10 * r1[:, None] * r0[None, :],
+            L20 * r2[:, None] * r0[None, :],
+            L30 * r3[:, None] * r0[None, :],
+        )
+        L21, L31, L32 = (
+            L21 * r2[:, None] * r1[None, :],
+            L31 * r3[:, None] * r1[None, :],
+            L32 * r3[:, None] * r2[None, :],
+        )
     else:
         r0 = tl.zeros([16], tl.float32) + 1.0
         r1, r2, r3 = r0, r0, r0

@@ -1,4 +1,4 @@
-"""Sequential kernels of the gated delta rule: the forward walk (with output, or replaying h and delta) and the adjoint walk.
+"""Sequential kernels of the gated delta rule: the forward walk (output, or a replay of h and delta) and its adjoint.
 
 Both walk one (document, value head, V block) chain over its chunks with the state in fp32 registers; no column of the
 state depends on another, so V splits freely into more chains. Left operands that need a transpose are tiles loaded from
@@ -113,7 +113,7 @@ def adjoint_chain(
         store_state(dh_ptr + ((first + i) * HV + head) * K * V, dSd, kcol, vcol, K, V)
         dVn = k_end[:, None] * tl.dot(k, dSd, input_precision=DOT)
         dVn += tl.dot(tl.trans(p), do, input_precision=DOT)
-        # Two 16-bit terms: with equal keys and beta = 1 rows cancel, and one term would lose 2e-2 of dR instead of 6e-3.
+        # Two 16-bit terms: rows cancel with equal keys and beta = 1, where one term loses 2e-2 of dR, two 6e-3.
         weighted = beta[:, None] * dVn
         high = weighted.to(dtype)
         dR = tl.dot(tl.trans(x), high, dVn, input_precision=DOT)

@@ -1,8 +1,8 @@
 """Chunk-parallel operands of both walks: the causal scores P and the row factors, each computed once per (chunk, head).
 
-The row table holds, contiguous for each (chunk, value head), five vectors of 64: beta, gamma kappa, kappa gamma_C / gamma,
-gamma qscale, and G (padding rows: beta 0, G at its last valid value). A strided gather inside the walks would fetch
-one 32-byte sector for every 4-byte factor.
+The row table holds, contiguous for each (chunk, value head), five vectors of 64: beta, gamma kappa,
+kappa gamma_C / gamma, gamma qscale, and G (padding rows: beta 0, G at its last valid value). A strided gather inside
+the walks would fetch one 32-byte sector for every 4-byte factor.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ def score_kernel(
     documents, T, chunks_per_row,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, VARLEN: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """One CTA per (chunk, q/k head): Q K^T once, then P = qscale_r Gamma_ri kappa_i (q_r k_i), i <= r, per value head."""
+    """One CTA per (chunk, q/k head): Q K^T once, then P = qscale_r Gamma_ri kappa_i (q_r k_i), i <= r by value head."""
     pid = tl.program_id(0)
     chunk = pid // H
     qk_head = pid - chunk * H
-    if VARLEN:
+    if VARLEN:  # noqa: SIM102 (a constexpr guards a load)
         if chunk >= tl.load(offsets_ptr + documents):
             return
     token, valid = locate_chunk(chunk, cu_ptr, offsets_ptr, documents, T, chunks_per_row, VARLEN)

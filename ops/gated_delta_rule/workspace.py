@@ -10,6 +10,8 @@ Each formula is written once, over numbers that may be integers, SymInts or symp
 | h                       | e NC HV K V           | backward, unless kept by save_mode "full"                        |
 | delta                   | e T HV V              | as h                                                             |
 | dh (adjoint of h)       | e NC HV K V           | backward on CUDA                                                 |
+| row_table               | 1280 NC HV            | every phase on CUDA: row factors of each chunk                   |
+| scores                  | 4096 e NC HV          | every phase on CUDA: decayed Q K^T of each chunk                 |
 
 e is the bytes of an element of q, NC = T // 64 + N the bound on the chunks of N documents in T tokens. A buffer takes
 a whole number of 256 bytes. Inside a step the CPU implementation adds tiles of at most `grid.TILE_ELEMENTS` elements
@@ -34,18 +36,15 @@ if TYPE_CHECKING:
     from ..kcp.context import KcpContext
 
 PHASES = ("inference", "forward", "backward_replay", "backward_kept", "full")
-_BACKWARD = {
-    "backward_replay": (*FULL, "dh"),
-    "backward_kept": ("h", "delta", "dh"),
-    "full": ("dh",),
-}
+_REBUILT = {"backward_replay": FULL, "backward_kept": ("h", "delta"), "full": ()}
+_WALK = ("row_table", "scores")
 BOUND = {
-    "cuda": {"inference": LIGHT, "forward": (), **_BACKWARD},
-    "cpu": {
-        "inference": (),
-        "forward": (),
-        **{phase: tuple(name for name in names if name != "dh") for phase, names in _BACKWARD.items()},
+    "cuda": {
+        "inference": (*LIGHT, *_WALK),
+        "forward": _WALK,
+        **{phase: (*names, *_WALK, "dh") for phase, names in _REBUILT.items()},
     },
+    "cpu": {"inference": (), "forward": (), **_REBUILT},
 }
 
 
@@ -69,6 +68,10 @@ class Sizes(NamedTuple):
             return self.f * self.T * self.H
         if buffer == "x":
             return self.e * self.T * self.HV * CHUNK
+        if buffer == "row_table":
+            return self.f * self.NC * self.HV * 5 * CHUNK
+        if buffer == "scores":
+            return self.e * self.NC * self.HV * CHUNK * CHUNK
         if buffer == "delta":
             return self.e * self.T * self.HV * self.V
         return self.e * self.NC * self.HV * self.K * self.V

@@ -36,11 +36,14 @@ def bound_by_a_run(case: Case, save_mode: str) -> tuple[int, int]:
 
 
 def bound_by_the_kernels(case: Case, phase: str) -> int:
-    """What the CUDA launchers bind: the tapes that are missing, and the adjoint states, shaped as h."""
+    """What the CUDA launchers bind: missing tapes, row table and scores of each chunk, adjoint states shaped as h."""
     boundaries = torch.tensor(case.boundaries)
     missing = tuple(name for name in FULL if name not in KEPT[PHASES[phase]])
     recorded = arena.Arena(torch.device("cpu"))
     arena.bind_tapes(recorded, case.q, case.v, boundaries, missing)
+    chunks, heads = tape_shapes(case.q, case.v, boundaries)["h"][:2]
+    recorded.bind("row_table", (chunks, heads, 5 * 64), torch.float32)
+    recorded.bind("scores", (chunks, heads, 64, 64), case.q.dtype)
     recorded.bind("dh", tape_shapes(case.q, case.v, boundaries)["h"], case.q.dtype)
     return recorded.peak
 
