@@ -9,6 +9,7 @@ from . import (
     fuse_grouped_rms_norm,
     fuse_ple,
     record_substitutions,
+    rounding_boundaries,
     wire_packing,
 )
 from .records import GraphPass
@@ -29,4 +30,5 @@ PASSES: tuple[GraphPass, ...] = (
     wire_packing.PASS,
     apply_options.PASS,
     chunked_backward.PASS,
+    rounding_boundaries.PASS,
 )

@@ -209,3 +209,9 @@ def _define(target: torch._ops.OpOverload, numbers: tuple[int, ...]) -> torch._o
     op = getattr(getattr(torch.ops, NAMESPACE), name).default
     register_lowering(op, type_promotion_kind=None)(functools.partial(lower_as_eager, target))
     return op
+
+
+def register_rounding_lowerings() -> None:
+    """Lowerings of ops that Inductor only knows decomposed, for graphs that keep them whole. Safe to repeat."""
+    for target in PLAIN_RULES:
+        register_lowering(target, type_promotion_kind=None)(functools.partial(lower_as_eager, target))

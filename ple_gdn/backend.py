@@ -17,9 +17,11 @@ from torch._dynamo.exc import BackendCompilerFailed, ShortenTraceback, TorchDyna
 from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.decomposition import select_decomp_table
 
 from . import fx_passes, lowerings, ops
-from .fx_passes import record_substitutions
+from .fx_passes import record_substitutions, rounding_boundaries
 from .fx_passes.manager import (
     ChainedPass,
     GraphSnapshot,
@@ -70,21 +72,32 @@ class Compilation:
     last_joint_passes: Sequence[Callable[[torch.fx.Graph], None]] = ()
 
     def patches(self) -> dict[str, Any]:
-        """Inductor config of this compile, the user's own joint pass running after ours."""
-        key = "joint_custom_post_pass"
-        context = PassContext(self.options, self.records)
-        ours = JointPasses(self.passes, context, cache_key(_sources(), self.options), self.observer)
+        """Inductor config of this compile, the user's own passes running after ours."""
+        key = cache_key(_sources(), self.options)
+        joint = JointPasses(self.passes, PassContext(self.options, self.records), key, self.observer)
+        patches = self._chained("joint_custom_post_pass", joint, self.last_joint_passes)
+        if self.options.rounding != "fast":
+            patches |= self._chained("post_grad_custom_pre_pass", rounding_boundaries.RoundMarkedNodes(key))
+        return {**self.inductor_options, **patches}
+
+    def _chained(self, key: str, ours: CustomGraphPass, last: Sequence[Callable[..., Any]] = ()) -> dict[str, Any]:
         theirs = self.inductor_options.get(key, getattr(inductor_config, key))
         theirs = theirs if isinstance(theirs, list | tuple) else [] if theirs is None else [theirs]
-        chain = [ours, *theirs, *self.last_joint_passes]
-        return {**self.inductor_options, key: ChainedPass(chain) if len(chain) > 1 else ours}
+        chain = [ours, *theirs, *last]
+        return {key: ChainedPass(chain) if len(chain) > 1 else ours}
 
     def run(self, gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Rewrites and compiles `gm`; falls back to plain Inductor, loudly, if a rewritten graph does not compile."""
         originals = [(module, GraphSnapshot(module)) for module in nested_graph_modules(gm)]
         run_dynamo_passes(gm, self.passes, PassContext(self.options, self.records), self.observer)
         try:
-            return compile_fx(gm, example_inputs, inner_compile=self._generate, config_patches=self.patches())
+            return compile_fx(
+                gm,
+                example_inputs,
+                inner_compile=self._generate,
+                config_patches=self.patches(),
+                decompositions=rounding_boundaries.decompositions(self.options.rounding),
+            )
         except Exception as error:
             control_flow = isinstance(error, TorchDynamoException) and not isinstance(error, BackendCompilerFailed)
             if control_flow or not self.records.rewrites:
@@ -106,6 +119,9 @@ class Compilation:
         return compiled
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        # Torch 2.13 hashes the decompositions handed to it and cannot hash functions; our key covers the choice.
+        if "get_decomp_fn" in kwargs:
+            kwargs["get_decomp_fn"] = select_decomp_table
         if not self.records.failures:
             return self.inner_compile(*args, **kwargs)
         # A cached graph would come back in the next process without the pass and without a word.

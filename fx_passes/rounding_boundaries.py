@@ -1,0 +1,226 @@
+"""Keeps eager's roundings around the gated residual ops, or everywhere, in the joint graph.
+
+Three steps, by `options.rounding`:
+
+1. Every gated residual and grouped norm op, forward and backward, is written out as the ATen chain of its reference.
+   The partitioner then saves and recomputes as in plain Inductor, and neighbours fuse.
+
+   before: %mix = ple_gdn.gated_residual_mix(%up, %normed, 4)
+   after:  %sigmoid = aten.sigmoid(%up); %mul = aten.mul(view(%sigmoid), view(%normed)); %mean = aten.mean(%mul, [-2])
+
+2. Nodes that must round are marked in `node.meta`. "eager": the element-wise BF16/FP16 nodes connected to a chain of
+   step 1, gradient sums included, and sums with a matrix product (Inductor would fold those into an addmm, dropping a
+   rounding). "eager_all": every element-wise BF16/FP16 node. "fast": none.
+3. After partitioning, `RoundMarkedNodes` turns each marked node into its `ple_gdn_rounded` op. Not earlier: the
+   partitioner knows ATen ops as recomputable, and would save the result of any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import detect_fake_mode
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ..lowerings.rounding import can_lower, rounded_op
+from ..ops.gated_residual import reference as gated_residual
+from ..ops.grouped_rms_norm import reference as grouped_rms_norm
+from ..ops.validation import LOW_PRECISION
+from .records import GraphPass, PassContext
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+MARK = "ple_gdn_rounded"
+# What a node of a chain keeps for itself; the rest (checkpoint region, backward tag, stack trace) is the op node's.
+OWN_META = frozenset({"val", "tensor_meta", "eager_input_vals", "original_aten"})
+
+VIEWS = frozenset(
+    {
+        aten.view.default,
+        aten.reshape.default,
+        aten._unsafe_view.default,
+        aten.unsqueeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.expand.default,
+        aten.permute.default,
+        aten.transpose.int,
+        aten.slice.Tensor,
+        aten.alias.default,
+    }
+)
+PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
+
+# Decompositions that do not round where eager does: left out for 16-bit operands, so that the node arrives here.
+KEPT_WHOLE = (aten.sigmoid_backward.default, aten.silu.default, aten.silu_backward.default)
+
+
+def _norm(x: torch.Tensor, weight: torch.Tensor, *, group_size: int, eps: float = 1e-6) -> torch.Tensor:
+    return grouped_rms_norm.grouped_rms_norm(x, weight, group_size, eps)
+
+
+def _norm_backward(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *, group_size: int, eps: float = 1e-6
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return grouped_rms_norm.grouped_rms_norm_backward(dy, x, weight, group_size, eps)
+
+
+# Raw op name -> the ATen chain that stands for it.
+CHAINS: dict[str, Callable[..., Any]] = {
+    "gated_residual_down": gated_residual.down,
+    "gated_residual_down_backward": gated_residual.down_backward,
+    "gated_residual_mix": gated_residual.mix,
+    "gated_residual_mix_backward": gated_residual.mix_backward,
+    "gated_residual_inject": gated_residual.inject,
+    "gated_residual_inject_backward": gated_residual.inject_backward,
+    "grouped_rms_norm": _norm,
+    "grouped_rms_norm_backward": _norm_backward,
+}
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _is_low(value: Any) -> bool:
+    return any(t.dtype in LOW_PRECISION for t in _tensors(value))
+
+
+def decompositions(rounding: str) -> dict[torch._ops.OperatorBase, Callable[..., Any]]:
+    """Inductor's decompositions, for "eager" and "eager_all" less those of `KEPT_WHOLE` for 16-bit operands."""
+    table = dict(select_decomp_table())
+    if rounding == "fast":
+        return table
+
+    def unless_low(decomposition: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: NotImplemented if _is_low(args) else decomposition(*args, **kwargs)
+
+    for target in KEPT_WHOLE:
+        table[target] = unless_low(table[target])
+    return table
+
+
+def _trace(function: Callable[..., Any], args: tuple, kwargs: dict, table: dict) -> torch.fx.GraphModule:
+    """ATen graph of `function` on the fake tensors of `args`; its results are contiguous, as the op's are."""
+
+    def contiguous(*tensors: torch.Tensor) -> Any:
+        result = function(*tensors, *constants, **kwargs)
+        return [t.contiguous() for t in _tensors(result)]
+
+    tensors = [a for a in args if isinstance(a, torch.Tensor)]
+    constants = [a for a in args if not isinstance(a, torch.Tensor)]
+    with detect_fake_mode(tensors), enable_python_dispatcher():
+        gm = make_fx(contiguous, table, tracing_mode="real")(*tensors)
+    gm.graph.eliminate_dead_code()
+    return gm
+
+
+def _write_out(gm: torch.fx.GraphModule, node: torch.fx.Node, table: dict) -> list[torch.fx.Node]:
+    """Replaces one op node by its chain; returns the chain's nodes."""
+    function = CHAINS[node.target._schema.name.removeprefix("ple_gdn::")]
+    traced = _trace(function, torch.fx.map_arg(node.args, lambda n: n.meta["val"]), dict(node.kwargs), table)
+    inherited = {
+        k: v for k, v in node.meta.items() if k not in ("val", "tensor_meta", "eager_input_vals", "original_aten")
+    }
+    env: dict[torch.fx.Node, Any] = {}
+    placeholders = traced.graph.find_nodes(op="placeholder")
+    env.update(zip(placeholders, (a for a in node.args if isinstance(a, torch.fx.Node)), strict=True))
+    added = []
+    with gm.graph.inserting_before(node):
+        for inner in traced.graph.nodes:
+            if inner.op == "call_function":
+                env[inner] = gm.graph.node_copy(inner, lambda n: env[n])
+                env[inner].meta = {**inner.meta, **inherited}
+                added.append(env[inner])
+    (results,) = traced.graph.output_node().args
+    results = [env[r] for r in results]
+    if isinstance(node.meta["val"], torch.Tensor):
+        node.replace_all_uses_with(results[0])
+    else:
+        for getitem in list(node.users):
+            getitem.replace_all_uses_with(results[getitem.args[1]])
+            gm.graph.erase_node(getitem)
+    gm.graph.erase_node(node)
+    return added
+
+
+def _rounds(node: torch.fx.Node) -> bool:
+    """An element-wise node that has a BF16/FP16 tensor as result or operand and that the rounded lowering can serve."""
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+        return False
+    elementwise = torch.Tag.pointwise in target.tags or target is prims.convert_element_type.default
+    if not elementwise or torch.Tag.nondeterministic_seeded in target.tags or not can_lower(target):
+        return False
+    return _is_low([n.meta.get("val") for n in (node, *node.all_input_nodes)])
+
+
+def _connected(chains: Iterable[torch.fx.Node]) -> set[torch.fx.Node]:
+    """The rounding nodes reached from `chains` through other rounding nodes and views."""
+    found: set[torch.fx.Node] = set()
+    todo = list(chains)
+    seen = set(todo)
+    while todo:
+        node = todo.pop()
+        if _rounds(node):
+            found.add(node)
+        for near in (*node.all_input_nodes, *node.users):
+            if near not in seen and (_rounds(near) or (near.target in VIEWS and _is_low(near.meta.get("val")))):
+                seen.add(near)
+                todo.append(near)
+    return found
+
+
+def _sums_with_a_product(graph: torch.fx.Graph) -> Iterator[torch.fx.Node]:
+    for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
+        if _rounds(node) and any(n.target in PRODUCTS for n in node.all_input_nodes):
+            yield node
+
+
+def _run(gm: torch.fx.GraphModule, context: PassContext) -> None:
+    rounding = context.options.rounding
+    table = decompositions(rounding)
+    targets = {getattr(torch.ops.ple_gdn, name).default for name in CHAINS}
+    chains: list[torch.fx.Node] = []
+    for node in list(gm.graph.nodes):
+        if node.op == "call_function" and node.target in targets:
+            chains.extend(_write_out(gm, node, table))
+    gm.graph.eliminate_dead_code()
+    if rounding == "fast":
+        return
+    alive = set(gm.graph.nodes)
+    if rounding == "eager":
+        marked = _connected(n for n in chains if n in alive) | set(_sums_with_a_product(gm.graph))
+    else:
+        marked = {n for n in alive if _rounds(n)}
+    for node in marked:
+        node.meta[MARK] = True
+
+
+PASS = GraphPass(name="rounding_boundaries", stage="joint", run=_run)
+
+
+class RoundMarkedNodes(CustomGraphPass):
+    """Inductor's `post_grad_custom_pre_pass`: marked ATen nodes become their rounded ops. Runs before the patterns that
+    fold a sum into an addmm, which no longer match."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        for node in graph.nodes:
+            # A saved tensor's placeholder in the backward carries the mark of the node it comes from.
+            if node.op == "call_function" and node.meta.get(MARK):
+                node.target = rounded_op(node.target, *node.args)
+
+    def uuid(self) -> str:
+        return self.key

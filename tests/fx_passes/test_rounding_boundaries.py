@@ -1,0 +1,175 @@
+"""The rounding pass: which nodes round under each option, and the bits that come out."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracles.gated_residual import mismatches
+from torch import nn
+from torch._inductor.utils import run_and_get_code
+from torch.utils.checkpoint import checkpoint
+from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextGatedResidual
+
+import ple_gdn
+
+HIDDEN = 64
+CONFIG = SimpleNamespace(hc_count=4, hidden_size=HIDDEN, rms_norm_eps=1e-6, hc_lowrank=16)
+
+
+class Block(nn.Module):
+    """One hyper connection around a linear layer: norm, down, mix, injection, and the sums of its gradients."""
+
+    def __init__(self, dtype: torch.dtype, norm: bool) -> None:
+        super().__init__()
+        self.connection = Qwen4ExpTextGatedResidual(CONFIG)
+        if not norm:  # its fp32 mean is a long reduction, whose order is the compiler's: it flips a bit now and then
+            self.connection.hc_norm = nn.Identity()
+        self.layer = nn.Linear(HIDDEN, HIDDEN, bias=False)
+        generator = torch.Generator().manual_seed(0)
+        for parameter in self.parameters():
+            parameter.data = (torch.randn(parameter.shape, generator=generator) * 0.1).to(dtype)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, hyper_input, weights = self.connection(x)
+        injection = self.layer(hidden).unsqueeze(-2) * weights.unsqueeze(-1)
+        return hidden, hyper_input + injection.flatten(-2)
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+
+
+def run(fn, leaves: list[torch.Tensor], *args) -> list[torch.Tensor]:
+    outs = fn(*args)
+    generator = torch.Generator().manual_seed(1)
+    upstream = [torch.randn(out.shape, generator=generator).to(out.dtype) for out in outs]
+    return [*outs, *torch.autograd.grad(outs, leaves, upstream)]
+
+
+def compiled(fn, rounding: str, **options):
+    return torch.compile(fn, backend="ple_gdn", fullgraph=True, options={"rounding": rounding, **options})
+
+
+def fractions(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> list[float]:
+    return [mismatches(a, b) / a.numel() for a, b in zip(actual, expected, strict=True)]
+
+
+def block_and_input(dtype: torch.dtype, norm: bool = True) -> tuple[Block, torch.Tensor]:
+    return Block(dtype, norm), torch.randn(2, 65, 4 * HIDDEN).to(dtype).requires_grad_()
+
+
+def test_a_gated_residual_block_in_bf16_is_eager_up_to_its_long_reductions():
+    block, x = block_and_input(torch.bfloat16)
+    leaves = [x, *block.parameters()]
+    differ = fractions(run(compiled(block, "eager"), leaves, x), run(block, leaves, x))
+    assert max(differ) < 2e-3
+
+
+def test_without_the_norms_reduction_the_bits_are_those_of_eager_in_a_checkpoint_with_dynamic_shapes():
+    block, x = block_and_input(torch.bfloat16, norm=False)
+
+    def region(x):
+        return checkpoint(block, x, use_reentrant=False)
+
+    fn = torch.compile(region, backend="ple_gdn", fullgraph=True, dynamic=True)
+    for rows in (65, 17):
+        part = x.detach()[:, :rows].requires_grad_()
+        assert fractions(run(fn, [part], part), run(region, [part], part)) == [0, 0, 0]
+
+
+def test_fast_has_the_bits_of_plain_inductor():
+    block, x = block_and_input(torch.bfloat16)
+    leaves = [x, *block.parameters()]
+    plain = run(torch.compile(block, fullgraph=True), leaves, x)
+    torch._dynamo.reset()
+    assert fractions(run(compiled(block, "fast"), leaves, x), plain) == [0] * len(plain)
+
+
+@pytest.mark.parametrize("rounding", ["eager", "eager_all"])
+def test_fp32_has_no_rounding_and_the_bits_of_plain_inductor(rounding):
+    block, x = block_and_input(torch.float32)
+    leaves = [x, *block.parameters()]
+    plain = run(torch.compile(block, fullgraph=True), leaves, x)
+    torch._dynamo.reset()
+    ours, code = run_and_get_code(run, compiled(block, rounding), leaves, x)
+    assert fractions(ours, plain) == [0] * len(plain)
+    assert not any(word in text for text in code for word in ("bfloat16", "half", "float16"))
+
+
+class Targets:
+    """Counts the rounded ops of the graphs that reach code generation."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        for node in graph.nodes:
+            if node.op == "call_function" and str(node.target).startswith("ple_gdn_rounded."):
+                self.names.append(str(node.target).split(".")[1])
+
+
+def rounded_names(fn, rounding: str, leaves: list[torch.Tensor], *args) -> list[str]:
+    seen = Targets()
+    run(compiled(fn, rounding, post_grad_custom_post_pass=seen), leaves, *args)
+    return sorted(seen.names)
+
+
+def swiglu(x, gate, up, down):
+    return (F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down),)
+
+
+def test_a_sum_of_two_matrix_products_keeps_its_rounding():
+    x, gate, up, down = (torch.randn(*s).bfloat16().requires_grad_() for s in [(33, 64), (96, 64), (96, 64), (64, 96)])
+    leaves = [x, gate, up, down]
+    eager = run(swiglu, leaves, *leaves)
+    assert rounded_names(swiglu, "eager", leaves, *leaves) == ["aten_add_Tensor"]
+    torch._dynamo.reset()
+    assert fractions(run(compiled(swiglu, "eager_all"), leaves, *leaves), eager) == [0] * len(eager)
+    torch._dynamo.reset()
+    plain = fractions(run(torch.compile(swiglu), leaves, *leaves), eager)
+    assert plain[1] > 0.1  # the gradient of x is the sum
+
+
+def elementwise(x, y):
+    """Chains with reuse, casts (a value read rounded and unrounded), ties and gradient sums."""
+    a = torch.tanh(x * 1.7) + y / 3
+    b = F.gelu(a) * torch.sigmoid(y) - a
+    narrow = (b.float() * 1.37).to(x.dtype)
+    scaled = narrow.float() + 1.0
+    return b, scaled, a * narrow, torch.exp(a * 0.1) * F.softplus(y)
+
+
+def test_eager_all_gives_the_bits_of_eager_on_elementwise_code():
+    x, y = (torch.randn(64, 128).bfloat16().requires_grad_() for _ in range(2))
+    eager = run(elementwise, [x, y], x, y)
+    assert fractions(run(compiled(elementwise, "eager_all"), [x, y], x, y), eager) == [0] * len(eager)
+
+
+def test_a_comparison_under_eager_all_reads_the_rounded_value():
+    x = torch.randn(64, 128).bfloat16()
+
+    def ties(x):
+        scaled = x / 3
+        return (scaled == scaled.amax(-1, keepdim=True)).sum(-1)
+
+    counts = torch.compile(ties, backend="ple_gdn", options={"rounding": "eager_all"})(x)
+    assert int(counts.min()) >= 1
+    assert torch.equal(counts, ties(x))
+
+
+def test_eager_rounds_only_what_is_connected_to_a_gated_residual():
+    def fn(x, up):
+        unrelated = torch.tanh(x[0].clone() * 3) * 2
+        return ple_gdn.gated_residual_mix(up, x + 1, 4), unrelated.float()
+
+    x, up = (torch.randn(17, 256).bfloat16().requires_grad_() for _ in range(2))
+    names = rounded_names(fn, "eager", [x, up], x, up)
+    assert "aten_sigmoid_default" in names or "aten_sigmoid" in names
+    assert not any("tanh" in name for name in names)
+    torch._dynamo.reset()
+    assert rounded_names(fn, "fast", [x, up], x, up) == []
