@@ -6,9 +6,12 @@ All three are exact where eager rounds: the outputs and gradients have the bits 
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 
 from ..register import register_op
+from ..triton_support import triton_ready
 from ..validation import FLOATS, check_device, check_dtype, check_shape, check_tensor
 from . import reference
 
@@ -82,9 +85,18 @@ def _check_inject_backward(dy: torch.Tensor, hidden: torch.Tensor, weights: torc
     check_device("dy", dy, hidden.device, "hidden")
 
 
+def _implementation(device: torch.device) -> ModuleType:
+    """The fused kernels' launchers where they run, else eager's own calls."""
+    if not triton_ready(device):
+        return reference
+    from . import launch
+
+    return launch
+
+
 def _down(x: torch.Tensor, streams: int) -> torch.Tensor:
     _check_down(x, streams)
-    return reference.down(x, streams).contiguous()
+    return _implementation(x.device).down(x, streams).contiguous()
 
 
 def _down_fake(x: torch.Tensor, streams: int) -> torch.Tensor:
@@ -94,7 +106,7 @@ def _down_fake(x: torch.Tensor, streams: int) -> torch.Tensor:
 
 def _down_backward(dy: torch.Tensor, x: torch.Tensor, streams: int) -> torch.Tensor:
     _check_down(x, streams, dy)
-    return reference.down_backward(dy, x, streams).contiguous()
+    return _implementation(x.device).down_backward(dy, x, streams).contiguous()
 
 
 def _down_backward_fake(dy: torch.Tensor, x: torch.Tensor, streams: int) -> torch.Tensor:
@@ -104,7 +116,7 @@ def _down_backward_fake(dy: torch.Tensor, x: torch.Tensor, streams: int) -> torc
 
 def _mix(up: torch.Tensor, normed: torch.Tensor, streams: int) -> torch.Tensor:
     _check_mix(up, normed, streams)
-    return reference.mix(up, normed, streams).contiguous()
+    return _implementation(up.device).mix(up, normed, streams).contiguous()
 
 
 def _mix_fake(up: torch.Tensor, normed: torch.Tensor, streams: int) -> torch.Tensor:
@@ -116,7 +128,7 @@ def _mix_backward(
     dy: torch.Tensor, up: torch.Tensor, normed: torch.Tensor, streams: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _check_mix(up, normed, streams, dy)
-    dup, dnormed = reference.mix_backward(dy, up, normed, streams)
+    dup, dnormed = _implementation(up.device).mix_backward(dy, up, normed, streams)
     return dup.contiguous(), dnormed.contiguous()
 
 
@@ -129,7 +141,7 @@ def _mix_backward_fake(
 
 def _inject(hidden: torch.Tensor, hyper_input: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     _check_inject_forward(hidden, hyper_input, weights)
-    return reference.inject(hidden, hyper_input, weights).contiguous()
+    return _implementation(hidden.device).inject(hidden, hyper_input, weights).contiguous()
 
 
 def _inject_fake(hidden: torch.Tensor, hyper_input: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -141,7 +153,7 @@ def _inject_backward(
     dy: torch.Tensor, hidden: torch.Tensor, weights: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _check_inject_backward(dy, hidden, weights)
-    dhidden, dweights = reference.inject_backward(dy, hidden, weights)
+    dhidden, dweights = _implementation(hidden.device).inject_backward(dy, hidden, weights)
     return dhidden.contiguous(), dweights.contiguous()
 
 
