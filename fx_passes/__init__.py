@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from . import (
     apply_options,
+    chunk_token_sums,
     chunked_backward,
     fuse_gated_residual,
     fuse_grouped_rms_norm,
@@ -21,6 +22,7 @@ FUSIONS: tuple[GraphPass, ...] = (
     fuse_gated_residual.MIX,
     fuse_gated_residual.DOWN,
     fuse_gated_residual.INJECT,
+    chunk_token_sums.PASS,
 )
 
 # Stage "dynamo" runs before autograd, stage "joint" on the functionalised forward and backward.
