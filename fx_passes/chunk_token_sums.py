@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from ..ops.validation import LOW_PRECISION
 from .matching import where_of
 from .normalize import same_shape
 from .records import GraphPass, PassContext, Refusal, Rewrite
@@ -71,6 +72,10 @@ def _bytes(node: fx.Node) -> float:
     return math.prod(map(_hint, value.shape)) * value.dtype.itemsize
 
 
+def _is_low(node: fx.Node) -> bool:
+    return node.meta["val"].dtype in LOW_PRECISION
+
+
 def _candidates(graph: fx.Graph, context: PassContext) -> list[TokenSum]:
     """Sums of more than the budget under which something is stored; the others are recorded with the reason."""
     budget, backward, found = context.options.workspace_bytes, _backward_nodes(graph), []
@@ -120,6 +125,8 @@ def _rewrite(gm: fx.GraphModule, group: list[TokenSum], context: PassContext) ->
         cone = cone_of(sums, kept, _backward_nodes(gm.graph))
         if not cone.stored:
             raise Refuse("Inductor computes the summed value inside the reduction, or stores it for others as well")
+        if context.options.rounding != "fast" and any(_is_low(node) for node in cone.nodes):
+            raise Refuse("the chain computes in 16 bits: a loop body would not round where eager does")
         stored = sum(map(_bytes, cone.stored))
         if stored <= budget:
             raise Refuse(f"the stored operands take {stored:.0f} bytes, within the budget of {budget}")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from .records import GraphPass, PassContext, PassFailure
+from .records import MADE_BY_PASS, GraphPass, PassContext, PassFailure
 
 log = logging.getLogger("ple_gdn")
 
@@ -118,6 +118,8 @@ class JointPasses(CustomGraphPass):
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         gm = graph.owning_module
+        if gm.meta.get(MADE_BY_PASS):
+            return
         for graph_pass in self.passes:
             run_pass(graph_pass, gm, self.context)
             if self.observer is not None:

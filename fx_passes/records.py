@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+# Key in the `meta` of graph modules that a joint pass created: Inductor hands them to the joint passes once more.
+MADE_BY_PASS = "ple_gdn_made_by_pass"
+
 
 @dataclass(frozen=True)
 class Rewrite:

@@ -41,11 +41,14 @@ STORED = (
     aten.bmm.default,
     aten.baddbmm.default,
     aten.convolution.default,
+    aten.convolution_backward.default,
     aten.sum.dim_IntList,
     aten.sum.default,
     aten.mean.dim,
     aten.amax.default,
 )
+# Ops of ours whose lowering fuses with its neighbours.
+FUSED_OPS = ("ple_gdn::gated_residual", "ple_gdn::grouped_rms_norm")
 HEAVY = ("exp", "log", "log10", "log1p", "log2", "sigmoid", "tanh")
 
 
@@ -123,11 +126,14 @@ def has_tokens(node: fx.Node, kept: int) -> bool:
 
 
 def _is_stored(node: fx.Node) -> bool:
-    while node.op == "call_function" and node.target in VIEWS:
+    while node.op == "call_function" and (node.target in VIEWS or node.target is operator.getitem):
         node = node.args[0]
-    if node.op != "call_function" or node.target is operator.getitem or node.target in STORED:
+    if node.op != "call_function" or node.target in STORED:
         return True
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in ("aten", "prims")
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return True
+    name = node.target._schema.name
+    return not name.startswith(("aten::", "prims::", *FUSED_OPS))
 
 
 def collect(sums: Iterable[fx.Node], shape: tuple, kept: int, cut: set[fx.Node]) -> tuple[set, dict]:

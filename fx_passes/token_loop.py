@@ -19,6 +19,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from .normalize import same_shape
+from .records import MADE_BY_PASS
 from .token_cone import Cone
 
 aten = torch.ops.aten
@@ -108,6 +109,7 @@ def _attach(gm: fx.GraphModule, kind: str, body: fx.GraphModule) -> str:
     while hasattr(gm, f"token_loop_{kind}_{number}"):
         number += 1
     name = f"token_loop_{kind}_{number}"
+    body.meta[MADE_BY_PASS] = True
     gm.add_submodule(name, body)
     return name
 

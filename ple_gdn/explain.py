@@ -115,8 +115,10 @@ class _Stages:
 
     def after_joint(self, graph: torch.fx.Graph) -> None:
         from .fx_passes.graph_text import graph_text
+        from .fx_passes.records import MADE_BY_PASS
 
-        self.joint = graph_text(graph.owning_module)
+        if not graph.owning_module.meta.get(MADE_BY_PASS):
+            self.joint = graph_text(graph.owning_module)
 
     def inner_compile(self, gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         """Stands in for Inductor's code generation: notes the graph and returns its interpreter."""

@@ -48,6 +48,41 @@ class Snapshot(expecttest.TestCase):
         graphs = ple_gdn.capture_graphs(gate, x, *parameters(4), options={"workspace_bytes": 256})
         self.assertExpectedInline(graphs.passes["chunk_token_sums"][0], """\
 graph main(
+    primals_1: Sym(s0),
+    primals_2: f32[s0, 4],
+    primals_3: f32[4],
+    tangents_1: f32[],
+):
+    mul: f32[s0, 4] = aten.mul.Tensor(primals_2, primals_3)
+    sigmoid: f32[s0, 4] = aten.sigmoid.default(mul)
+    sum: f32[] = aten.sum.default(sigmoid)
+    sym_size: Sym(s0) = aten.sym_size.int(primals_2, 0)
+    scalar_tensor: i64[] = aten.scalar_tensor.default(sym_size, dtype=torch.int64, device=device(type='cpu'))
+    full: i64[] = aten.full.default([], 0, dtype=torch.int64, device=device(type='cpu'))
+    full_1: f32[4] = aten.full.default([4], 0.0, dtype=torch.float32, device=device(type='cpu'))
+    while_loop: (i64[], f32[4]) = while_loop(
+        token_loop_condition,
+        token_loop_body,
+        (full, full_1),
+        (scalar_tensor, primals_2, primals_3, tangents_1),
+    )
+    getitem: f32[4] = operator.getitem(while_loop, 1)
+    view: f32[1, 4] = aten.view.default(getitem, [1, 4])
+    view_1: f32[4] = aten.view.default(view, [4])
+    return [sum, None, None, view_1]
+
+graph token_loop_condition(
+    arg0_1: i64[],
+    arg1_1: f32[4],
+    arg2_1: i64[],
+    arg3_1: f32[s0, 4],
+    arg4_1: f32[4],
+    arg5_1: f32[],
+):
+    lt: b8[] = aten.lt.Tensor(arg0_1, arg2_1)
+    return lt
+
+graph token_loop_body(
     arg0_1: i64[],
     arg1_1: f32[4],
     arg2_1: i64[],
@@ -69,26 +104,28 @@ graph main(
     minimum: i64[4] = aten.minimum.default(add, sub)
     view: b8[4, 1] = aten.view.default(lt, [4, 1])
     index: f32[4, 4] = aten.index.Tensor(arg3_1, [minimum])
-    mul: f32[4, 4] = aten.mul.Tensor(index, arg4_1)
+    view_1: f32[4] = aten.view.default(arg4_1, [4])
+    view_2: f32[] = aten.view.default(arg5_1, [])
+    mul: f32[4, 4] = aten.mul.Tensor(index, view_1)
     sigmoid: f32[4, 4] = aten.sigmoid.default(mul)
     sub_1: f32[4, 4] = aten.sub.Tensor(1, sigmoid)
     mul_1: f32[4, 4] = aten.mul.Tensor(sigmoid, sub_1)
-    mul_2: f32[4, 4] = aten.mul.Tensor(arg5_1, mul_1)
+    mul_2: f32[4, 4] = aten.mul.Tensor(view_2, mul_1)
     mul_3: f32[4, 4] = aten.mul.Tensor(mul_2, index)
-    full: f32[] = aten.full.default(
-        [],
+    scalar_tensor: f32[] = aten.scalar_tensor.default(
         0.0,
         dtype=torch.float32,
         layout=torch.strided,
         device=device(type='cpu'),
-        pin_memory=False,
     )
-    where: f32[4, 4] = aten.where.self(view, mul_3, full)
+    where: f32[4, 4] = aten.where.self(view, mul_3, scalar_tensor)
     sum: f32[4] = aten.sum.dim_IntList(where, [0])
     add_1: i64[] = aten.add.Tensor(arg0_1, 4)
     add_2: f32[4] = aten.add.Tensor(arg1_1, sum)
     return (add_1, add_2)
 """)
+        assert "while_loop" in graphs.joint[0]
+        assert "while_loop" in graphs.backward[0]
 
 
 def test_one_graph_serves_every_length_and_stays_in_the_budget():
@@ -186,6 +223,20 @@ def test_the_norm_weight_reduction_of_the_published_shape_needs_no_loop():
     rewrites, refusals = ours(ple_gdn.last_report())
     assert rewrites == []
     assert len(refusals) == 1
+
+
+def test_rounding_of_16_bit_chains_and_fuse_off_leave_the_sums_alone():
+    torch._dynamo.reset()
+    x, (w,) = features(256, 8, dtype=torch.bfloat16), parameters(8)
+
+    def loss(x: Tensor, w: Tensor) -> Tensor:
+        u = torch.tanh(x)
+        return ((u * torch.exp(u)).float() * w).sum()
+
+    options = {"workspace_bytes": 1_024}
+    for extra, expected in (({"rounding": "fast"}, 1), ({}, 0), ({"rounding": "fast", "fuse": False}, 0)):
+        rewrites, _ = ours(ple_gdn.explain(loss, x, w, options=options | extra))
+        assert len(rewrites) == expected, extra
 
 
 def test_sums_within_the_budget_are_not_looked_at():
