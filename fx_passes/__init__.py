@@ -22,7 +22,6 @@ FUSIONS: tuple[GraphPass, ...] = (
     fuse_gated_residual.MIX,
     fuse_gated_residual.DOWN,
     fuse_gated_residual.INJECT,
-    chunk_token_sums.PASS,
 )
 
 # Stage "dynamo" runs before autograd, stage "joint" on the functionalised forward and backward.
@@ -32,5 +31,7 @@ PASSES: tuple[GraphPass, ...] = (
     wire_packing.PASS,
     apply_options.PASS,
     chunked_backward.PASS,
+    # Before the gated residual ops are written out as chains whose roundings are marked.
+    chunk_token_sums.PASS,
     rounding_boundaries.PASS,
 )

@@ -143,6 +143,8 @@ def _rewrite(gm: fx.GraphModule, group: list[TokenSum], context: PassContext) ->
 
 
 def run(gm: fx.GraphModule, context: PassContext) -> None:
+    if not context.options.fuse:
+        return
     for group in _groups(_candidates(gm.graph, context)):
         _rewrite(gm, group, context)
 
