@@ -1,0 +1,71 @@
+"""Launch configurations of the PLE kernels: one table per element size, nothing is tuned at run time."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+# Rows a walk covers at least: below this the K-1 rows walked twice at each end of a span would cost over a tenth.
+MINIMUM_SPAN = 96
+
+
+class Walk(NamedTuple):
+    """A kernel whose programs each take `block` channels of a span of rows; `spans` is what fills an H200 in one wave."""
+
+    block: int
+    warps: int
+    spans: int
+    unroll: int = 4
+
+
+class Tile(NamedTuple):
+    """A kernel whose programs take [rows, block] tiles; `spans` programs along the rows where it accumulates."""
+
+    rows: int
+    block: int
+    warps: int
+    spans: int = 0
+
+
+class Config(NamedTuple):
+    scalars: Tile
+    output: Walk
+    conv: Walk
+    value: Walk
+    score: Tile
+    # Register bound of the token gradient kernel: it sets how many of its one-warp programs share a multiprocessor.
+    token_registers: int = 168
+    conv_registers: int = 168
+
+
+# 16-byte accesses per thread; four streams of 4 channels per thread in `value`, 8 channels of one stream in the others.
+CONFIGS: dict[int, Config] = {
+    2: Config(
+        scalars=Tile(4, 512, 4),
+        output=Walk(256, 1, 13),
+        conv=Walk(256, 1, 13, 1),
+        value=Walk(128, 1, 52),
+        score=Tile(4, 256, 1, 79),
+    ),
+    4: Config(
+        scalars=Tile(4, 256, 4),
+        output=Walk(256, 2, 17),
+        conv=Walk(256, 2, 13, 2),
+        value=Walk(128, 1, 52),
+        score=Tile(2, 256, 1, 79),
+    ),
+}
+
+
+def fit_block(block: int, channels: int) -> int:
+    """Largest power of two up to `block` that a row of `channels` still needs."""
+    return min(block, max(1 << (channels - 1).bit_length(), 16))
+
+
+def fit_warps(warps: int, block: int) -> int:
+    """Fewer warps where a tile would leave threads without an element."""
+    return max(1, min(warps, block // 32))
+
+
+def rows_per_span(rows: int, spans: int, step: int) -> int:
+    """Rows per span, a multiple of `step`, so that about `spans` spans cover `rows`."""
+    return -(-max(-(-rows // max(spans, 1)), MINIMUM_SPAN) // step) * step
