@@ -92,9 +92,9 @@ def _conv_backward(p: Problem, span: int) -> tuple[Tensor, Tensor]:
     sums = p.scratch(max(2 * tiles, 4), p.rows, p.streams)
     dtaps = p.scratch(walks, p.kernel, p.width)
     ple_conv_backward_kernel[(p.streams * tiles * walks,)](
-        p.sources["dout"], p.sources["value"], p.a, p.first, p.fold, sums, dtaps, p.rows, p.tokens, span,
-        **p.strides("dout", "value"), **p.facts, D=p.dilation, BC=block, UNROLL=config.unroll,
-        num_warps=fit_warps(config.warps, block), maxnreg=_config(p).conv_registers, **OPTIONS,
+        p.sources["dout_walk"], p.sources["value_walk"], p.a, p.first, p.fold, sums, dtaps, p.rows, p.tokens, span,
+        **p.strides(dout="dout_walk", value="value_walk"), **p.facts, D=p.dilation, VALUE=p.value_kind,
+        DOUT=p.dout_kind, BC=block, UNROLL=config.unroll, num_warps=fit_warps(config.warps, block), **OPTIONS,
     )  # fmt: skip
     return sums, dtaps
 
@@ -109,9 +109,7 @@ def _score_backward(p: Problem, sums: Tensor, stats: Tensor, eps: float) -> None
     )  # fmt: skip
 
 
-def _token_gradients(
-    p: Problem, sums: Tensor, grads: tuple[Tensor, ...], score_span: int, residual: bool
-) -> Tensor:
+def _token_gradients(p: Problem, sums: Tensor, grads: tuple[Tensor, ...], score_span: int, residual: bool) -> Tensor:
     value, score = _config(p).value, _config(p).score
     # Registers hold every stream's taps of a channel: fewer channels per thread with more streams.
     value_block = fit_block(max(value.block * 4 // (1 << (p.streams - 1).bit_length()), 32), p.channels)
@@ -124,11 +122,13 @@ def _token_gradients(
     x = p.sources
     dhidden, dkey, dvalue = grads
     ple_token_gradients_kernel[(2 * max(value_programs, score_programs),)](
-        x["dout"], x["hidden"], x["key"], x["value"], p.a, p.gated, sums, sums[3], p.first, p.fold, dhidden, dkey,
-        dvalue, dscores, p.rows, p.tokens, value_span, score_span, value_programs, score_programs,
-        **p.strides("dout", "hidden", "key", "value"), **p.facts, D=p.dilation, RESIDUAL=residual,
-        VALUE_BC=value_block, SCORE_BT=score.rows, SCORE_BC=score_block, num_warps=1,
-        maxnreg=_config(p).token_registers, **OPTIONS,
+        x["dout"], x["dout_walk"], x["hidden"], x["key"], x["value_walk"], p.a, p.gated, sums, sums[3], p.first,
+        p.fold, dhidden, dkey, dvalue, dscores, p.rows, p.tokens, value_span, score_span, value_programs,
+        score_programs,
+        **p.strides(dout="dout", dout_walk="dout_walk", hidden="hidden", key="key", value="value_walk"), **p.facts,
+        D=p.dilation, RESIDUAL=residual, VALUE=p.value_kind, DOUT=p.dout_kind, VALUE_BC=value_block,
+        SCORE_BT=score.rows, SCORE_BC=score_block, num_warps=1,
+        maxnreg=_config(p).token_registers[p.first is not None or residual], **OPTIONS,
     )  # fmt: skip
     return dscores
 

@@ -53,8 +53,9 @@ def _scalars(p: Problem, stats: Tensor, eps: float) -> None:
     block = fit_block(config.block, p.channels)
     ple_scalars_kernel[(-(-p.rows // config.rows),)](
         p.sources["hidden"], p.sources["key"], p.sources["value"], p.mask, p.fold, p.first, p.healthy, stats, p.a,
-        p.gated, p.rows, p.tokens, **p.strides("hidden", "key", "value"), eps=eps, root_c=math.sqrt(p.channels),
-        HAS_MASK=p.mask is not None, HAS_DOCUMENTS=p.cu_seqlens is not None, **p.facts, BT=config.rows, BC=block,
+        p.gated, p.rows, p.tokens, **p.strides(hidden="hidden", key="key", value="value"), eps=eps,
+        root_c=math.sqrt(p.channels), HAS_MASK=p.mask is not None, HAS_DOCUMENTS=p.cu_seqlens is not None, **p.facts,
+        BT=config.rows, BC=block,
         num_warps=fit_warps(config.warps, config.rows * block), **OPTIONS,
     )  # fmt: skip
 
@@ -65,7 +66,7 @@ def _output(p: Problem, out: Tensor, residual: bool) -> None:
     span = rows_per_span(p.rows, config.spans, p.dilation * config.unroll)
     walks = -(-p.rows // span) * p.dilation
     ple_output_kernel[(p.streams * -(-p.channels // block) * walks,)](
-        p.sources["value"], p.sources["hidden"], p.a, p.gated, p.first, p.fold, out, p.rows, p.tokens, span,
-        **p.strides("value", "hidden"), **p.facts, D=p.dilation, RESIDUAL=residual, BC=block, UNROLL=config.unroll,
-        num_warps=fit_warps(config.warps, block), **OPTIONS,
+        p.sources["value_walk"], p.sources["hidden"], p.a, p.gated, p.first, p.fold, out, p.rows, p.tokens, span,
+        **p.strides(value="value_walk", hidden="hidden"), **p.facts, D=p.dilation, RESIDUAL=residual,
+        VALUE=p.value_kind, BC=block, UNROLL=config.unroll, num_warps=fit_warps(config.warps, block), **OPTIONS,
     )  # fmt: skip

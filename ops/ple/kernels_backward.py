@@ -6,13 +6,14 @@ import triton
 import triton.language as tl
 
 from .kernels_common import (
-    _channels,
     _dot_eighths,
     _first_row,
+    _load_channels,
     _row_offset,
     _same_document,
     _sigmoid,
     _taps,
+    _unpack,
     _zeros,
 )
 from .kernels_forward import SCORE_FLOOR, _load_walk_row, _warm_up
@@ -32,11 +33,11 @@ def _add_pair(x0, x1, y0, y1):
 
 @triton.jit
 def _conv_row(loaded, taps, ring, pending, grads, row, K: tl.constexpr, D: tl.constexpr, HAS_FIRST: tl.constexpr,
-              BC: tl.constexpr, COUNT: tl.constexpr):  # fmt: skip
+              BC: tl.constexpr, COUNT: tl.constexpr, VALUE: tl.constexpr, DOUT: tl.constexpr):  # fmt: skip
     """One row of the walk: new (ring, pending, grads), <dout, v> of the row and <u, a v> of the row it completes."""
     v, scale, start, g = loaded
-    v = v.to(tl.float32)
-    g = g.to(tl.float32)
+    v = _unpack(v, BC, VALUE)
+    g = _unpack(g, BC, DOUT)
     ring = ring + (scale * v,)
     near = _same_document(ring, start, row, K, D, HAS_FIRST)
     y = taps[K - 1] * near[K - 1]
@@ -59,16 +60,16 @@ def _conv_row(loaded, taps, ring, pending, grads, row, K: tl.constexpr, D: tl.co
 
 @triton.jit
 def _load_conv_row(
-    dout, value, a, first, row, rows, tokens, dout_batch, dout_row, value_batch, value_row, stream, c, C: tl.constexpr,
-    N: tl.constexpr, HAS_FIRST: tl.constexpr, FLAT: tl.constexpr,
+    dout, value, a, first, row, rows, tokens, dout_batch, dout_row, value_batch, value_row, stream, tile,
+    C: tl.constexpr, N: tl.constexpr, BC: tl.constexpr, HAS_FIRST: tl.constexpr, FLAT: tl.constexpr,
+    VALUE: tl.constexpr, DOUT: tl.constexpr,
 ):  # fmt: skip
-    """(value tile, a, first row of the document, dout tile) of one row."""
+    """(raw value tile, a, first row of the document, raw dout tile) of one row."""
     v, scale, start = _load_walk_row(
-        value, a, first, row, rows, tokens, value_batch, value_row, stream, c, C, N, HAS_FIRST, FLAT
+        value, a, first, row, rows, tokens, value_batch, value_row, stream, tile, C, N, BC, HAS_FIRST, FLAT, VALUE
     )
     o_dout = _row_offset(row, tokens, dout_batch, dout_row, FLAT)
-    g = tl.load(dout + (stream * C + c) + o_dout, mask=_channels(c, start <= row, C), other=0.0)
-    return v, scale, start, g
+    return v, scale, start, _load_channels(dout, o_dout, stream, tile, start <= row, C, BC, DOUT)
 
 
 @triton.jit
@@ -87,7 +88,7 @@ def _store_sums(
 def ple_conv_backward_kernel(
     dout, value, a, first, fold, sums, dtaps, rows, tokens, span, dout_batch, dout_row, value_batch, value_row,
     C: tl.constexpr, N: tl.constexpr, K: tl.constexpr, D: tl.constexpr, HAS_FIRST: tl.constexpr, FLAT: tl.constexpr,
-    BC: tl.constexpr, UNROLL: tl.constexpr,
+    VALUE: tl.constexpr, DOUT: tl.constexpr, BC: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Per channel tile: sums [tiles, 2, rows, N] = <dout, v>, <u, a v>; dtaps [walks, K, N*C] = sum_t dy (a v)[t - s_j].
 
@@ -105,7 +106,10 @@ def ple_conv_backward_kernel(
     c = tile * BC + tl.arange(0, BC)
     m_c = c < C
     taps = _taps(fold, stream, c, m_c, C, N, K)
-    ring = _warm_up(value, a, first, row0, rows, tokens, value_batch, value_row, stream, c, C, N, K, D, HAS_FIRST, FLAT)
+    ring = _warm_up(
+        value, a, first, row0, rows, tokens, value_batch, value_row, stream, tile, C, N, K, D, BC, HAS_FIRST, FLAT,
+        VALUE,
+    )  # fmt: skip
     pending = _zeros(K - 1, BC)
     grads = _zeros(K, BC)
     plane = rows.to(tl.int64) * N
@@ -115,11 +119,11 @@ def ple_conv_backward_kernel(
     ahead = ()
     for i in tl.static_range(UNROLL):
         ahead = ahead + (_load_conv_row(
-            dout, value, a, first, row0 + i * D, rows, tokens, dout_batch, dout_row, value_batch, value_row, stream, c,
-            C, N, HAS_FIRST, FLAT,
+            dout, value, a, first, row0 + i * D, rows, tokens, dout_batch, dout_row, value_batch, value_row, stream,
+            tile, C, N, BC, HAS_FIRST, FLAT, VALUE, DOUT,
         ),)  # fmt: skip
     held = ()
-    for i in tl.static_range(UNROLL):
+    for _i in tl.static_range(UNROLL):
         held = held + ((tl.full([], 0.0, tl.float32), tl.full([], 0.0, tl.float32)),)
     for step in range(0, counted, UNROLL):
         loaded = ahead
@@ -127,8 +131,8 @@ def ple_conv_backward_kernel(
         for i in tl.static_range(UNROLL):
             row = row0 + (step + UNROLL + i) * D
             ahead = ahead + (_load_conv_row(
-                dout, value, a, first, row, rows, tokens, dout_batch, dout_row, value_batch, value_row, stream, c, C, N,
-                HAS_FIRST, FLAT,
+                dout, value, a, first, row, rows, tokens, dout_batch, dout_row, value_batch, value_row, stream, tile, C,
+                N, BC, HAS_FIRST, FLAT, VALUE, DOUT,
             ),)  # fmt: skip
         # The sums of the iteration before, stored only now: a store pins the loads above, which would else sink to the
         # end of the loop, next to their use.
@@ -137,7 +141,7 @@ def ple_conv_backward_kernel(
         for i in tl.static_range(UNROLL):
             row = row0 + (step + i) * D
             ring, pending, grads, s1, s2 = _conv_row(
-                loaded[i], taps, ring, pending, grads, row, K, D, HAS_FIRST, BC, True
+                loaded[i], taps, ring, pending, grads, row, K, D, HAS_FIRST, BC, True, VALUE, DOUT
             )
             held = held + ((s1, s2),)
     _store_sums(held, sums, plane, row0 + (counted - UNROLL) * D, begin, stop, N, K, D, UNROLL)
@@ -145,10 +149,12 @@ def ple_conv_backward_kernel(
         row = row0 + step * D
         done = row - (K - 1) * D
         loaded = _load_conv_row(
-            dout, value, a, first, row, rows, tokens, dout_batch, dout_row, value_batch, value_row, stream, c, C, N,
-            HAS_FIRST, FLAT,
+            dout, value, a, first, row, rows, tokens, dout_batch, dout_row, value_batch, value_row, stream, tile, C, N,
+            BC, HAS_FIRST, FLAT, VALUE, DOUT,
         )  # fmt: skip
-        ring, pending, grads, s1, s2 = _conv_row(loaded, taps, ring, pending, grads, row, K, D, HAS_FIRST, BC, False)
+        ring, pending, grads, s1, s2 = _conv_row(
+            loaded, taps, ring, pending, grads, row, K, D, HAS_FIRST, BC, False, VALUE, DOUT
+        )
         tl.store(sums + plane + done.to(tl.int64) * N, s2, mask=(done >= begin) & (done < stop))
     for j in tl.static_range(K):
         at = (walk.to(tl.int64) * K + j) * (N * C) + stream * C + c
@@ -160,7 +166,7 @@ def ple_score_backward_kernel(
     sums, stats, gated, first, rows, tokens, eps, root_c, C: tl.constexpr, N: tl.constexpr, NP: tl.constexpr,
     TILES: tl.constexpr, HAS_FIRST: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """From the row sums of all channel tiles, in place in `sums`: planes alpha, -beta_q, -beta_k, -norm (equal for all n).
+    """From the row sums of all channel tiles, in place in `sums`: planes alpha, -beta_q, -beta_k, -norm (all n).
 
     dq = alpha (1+w_q)(1+w_k) k - beta_q q, dk likewise; dv loses norm v.
     """

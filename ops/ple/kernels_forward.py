@@ -5,7 +5,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .kernels_common import _channels, _first_row, _row_offset, _same_document, _sigmoid, _taps
+from .kernels_common import (
+    PLAIN,
+    _channels,
+    _first_row,
+    _load_channels,
+    _row_offset,
+    _same_document,
+    _sigmoid,
+    _taps,
+    _unpack,
+)
 
 # Power of two on q before its product with k: rows of 1e-20 keep the sign of their score, rows up to 1e15 stay finite.
 LIFT = tl.constexpr(16777216.0)
@@ -77,48 +87,49 @@ def ple_scalars_kernel(
 
 @triton.jit
 def _load_walk_row(
-    value, a, first, row, stop, tokens, value_batch, value_row, stream, c, C: tl.constexpr, N: tl.constexpr,
-    HAS_FIRST: tl.constexpr, FLAT: tl.constexpr,
+    value, a, first, row, stop, tokens, value_batch, value_row, stream, tile, C: tl.constexpr, N: tl.constexpr,
+    BC: tl.constexpr, HAS_FIRST: tl.constexpr, FLAT: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
-    """(value tile, a, first row of the document) of one row; zeros and NO_DOCUMENT outside [0, stop)."""
+    """(raw value tile, a, first row of the document) of one row; zeros and NO_DOCUMENT outside [0, stop)."""
     m_row = (row >= 0) & (row < stop)
     start = _first_row(first, row, m_row, tokens, HAS_FIRST)
     o_v = _row_offset(row, tokens, value_batch, value_row, FLAT)
-    v = tl.load(value + c + o_v, mask=_channels(c, start <= row, C), other=0.0)
+    v = _load_channels(value, o_v, 0, tile, start <= row, C, BC, VALUE)
     scale = tl.load(a + row.to(tl.int64) * N + stream, mask=m_row, other=0.0)
     return v, scale, start
 
 
 @triton.jit
 def _warm_up(
-    value, a, first, row, rows, tokens, value_batch, value_row, stream, c, C: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    D: tl.constexpr, HAS_FIRST: tl.constexpr, FLAT: tl.constexpr,
+    value, a, first, row, rows, tokens, value_batch, value_row, stream, tile, C: tl.constexpr, N: tl.constexpr,
+    K: tl.constexpr, D: tl.constexpr, BC: tl.constexpr, HAS_FIRST: tl.constexpr, FLAT: tl.constexpr,
+    VALUE: tl.constexpr,
 ):  # fmt: skip
     """(a v) of the K-1 rows before `row` on its walk, oldest first."""
     ring = ()
     for j in tl.static_range(K - 1):
         back = row - (K - 1 - j) * D
         v, scale, _ = _load_walk_row(
-            value, a, first, back, rows, tokens, value_batch, value_row, stream, c, C, N, HAS_FIRST, FLAT
+            value, a, first, back, rows, tokens, value_batch, value_row, stream, tile, C, N, BC, HAS_FIRST, FLAT, VALUE
         )
-        ring = ring + (scale * v.to(tl.float32),)
+        ring = ring + (scale * _unpack(v, BC, VALUE),)
     return ring
 
 
 @triton.jit
 def _load_output_row(
-    value, hidden, a, gated, first, row, stop, tokens, value_batch, value_row, hidden_batch, hidden_row, stream, c,
-    C: tl.constexpr, N: tl.constexpr, HAS_FIRST: tl.constexpr, FLAT: tl.constexpr, RESIDUAL: tl.constexpr,
+    value, hidden, a, gated, first, row, stop, tokens, value_batch, value_row, hidden_batch, hidden_row, stream, tile,
+    C: tl.constexpr, N: tl.constexpr, BC: tl.constexpr, HAS_FIRST: tl.constexpr, FLAT: tl.constexpr,
+    RESIDUAL: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
     """(value tile, a, first row of the document, gate * mask, and with RESIDUAL the hidden tile) of one row."""
     v, scale, start = _load_walk_row(
-        value, a, first, row, stop, tokens, value_batch, value_row, stream, c, C, N, HAS_FIRST, FLAT
+        value, a, first, row, stop, tokens, value_batch, value_row, stream, tile, C, N, BC, HAS_FIRST, FLAT, VALUE
     )
     loaded = (v, scale, start, tl.load(gated + row.to(tl.int64) * N + stream, mask=row < stop, other=0.0))
     if RESIDUAL:
         o_hidden = _row_offset(row, tokens, hidden_batch, hidden_row, FLAT)
-        h = tl.load(hidden + (stream * C + c) + o_hidden, mask=_channels(c, row < stop, C), other=0.0)
-        loaded = loaded + (h,)
+        loaded = loaded + (_load_channels(hidden, o_hidden, stream, tile, row < stop, C, BC, PLAIN),)
     return loaded
 
 
@@ -126,7 +137,7 @@ def _load_output_row(
 def ple_output_kernel(
     value, hidden, a, gated, first, fold, out, rows, tokens, span, value_batch, value_row, hidden_batch, hidden_row,
     C: tl.constexpr, N: tl.constexpr, K: tl.constexpr, D: tl.constexpr, HAS_FIRST: tl.constexpr, FLAT: tl.constexpr,
-    RESIDUAL: tl.constexpr, BC: tl.constexpr, UNROLL: tl.constexpr,
+    RESIDUAL: tl.constexpr, VALUE: tl.constexpr, BC: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """out = gate mask v + silu(y), y from the taps of a walk; `span` is a multiple of D."""
     tiles: tl.constexpr = (C + BC - 1) // BC
@@ -138,27 +149,34 @@ def ple_output_kernel(
     row0 = begin + walk % D
     stop = tl.minimum(begin + span, rows)
     c = tile * BC + tl.arange(0, BC)
-    m_c = c < C
-    taps = _taps(fold, stream, c, m_c, C, N, K)
-    ring = _warm_up(value, a, first, row0, rows, tokens, value_batch, value_row, stream, c, C, N, K, D, HAS_FIRST, FLAT)
+    first_out = out + (stream * C + c)
+    ring = _warm_up(
+        value, a, first, row0, rows, tokens, value_batch, value_row, stream, tile, C, N, K, D, BC, HAS_FIRST, FLAT,
+        VALUE,
+    )  # fmt: skip
     ahead = ()
     for i in tl.static_range(UNROLL):
         ahead = ahead + (_load_output_row(
             value, hidden, a, gated, first, row0 + i * D, stop, tokens, value_batch, value_row, hidden_batch,
-            hidden_row, stream, c, C, N, HAS_FIRST, FLAT, RESIDUAL,
+            hidden_row, stream, tile, C, N, BC, HAS_FIRST, FLAT, RESIDUAL, VALUE,
         ),)  # fmt: skip
-    steps = (stop - row0 + D - 1) // D
+    steps = tl.maximum((stop - row0 + D - 1) // D, 0)
+    held = tl.zeros([BC], out.dtype.element_ty)
     for step in range(0, steps, UNROLL):
         loaded = ahead
         ahead = ()
         for i in tl.static_range(UNROLL):
             ahead = ahead + (_load_output_row(
                 value, hidden, a, gated, first, row0 + (step + UNROLL + i) * D, stop, tokens, value_batch, value_row,
-                hidden_batch, hidden_row, stream, c, C, N, HAS_FIRST, FLAT, RESIDUAL,
+                hidden_batch, hidden_row, stream, tile, C, N, BC, HAS_FIRST, FLAT, RESIDUAL, VALUE,
             ),)  # fmt: skip
+        # Pins the loads above, see _value_walk.
+        m_held = _channels(c, (step > 0) & (row0 + (step - 1) * D < stop), C)
+        tl.store(first_out + (row0 + (step - 1) * D).to(tl.int64) * (N * C), held, mask=m_held)
+        taps = _taps(fold, stream, c, c < C, C, N, K)
         for i in tl.static_range(UNROLL):
             row = row0 + (step + i) * D
-            v = loaded[i][0].to(tl.float32)
+            v = _unpack(loaded[i][0], BC, VALUE)
             ring = ring + (loaded[i][1] * v,)
             near = _same_document(ring, loaded[i][2], row, K, D, HAS_FIRST)
             y = taps[K - 1] * near[K - 1]
@@ -168,5 +186,11 @@ def ple_output_kernel(
             if RESIDUAL:
                 # Rounded twice, as eager adds a rounded block to `hidden`.
                 result = (loaded[i][4].to(tl.float32) + result.to(tl.float32)).to(out.dtype.element_ty)
-            tl.store(out + (stream * C + c) + row.to(tl.int64) * (N * C), result, mask=_channels(c, row < stop, C))
+            if i < UNROLL - 1:
+                tl.store(first_out + row.to(tl.int64) * (N * C), result, mask=_channels(c, row < stop, C))
+            else:
+                held = result
             ring = ring[1:]
+    last = row0 + ((steps + UNROLL - 1) // UNROLL * UNROLL - 1) * D
+    m_last = _channels(c, (last >= begin) & (last < stop), C)
+    tl.store(first_out + last.to(tl.int64) * (N * C), held, mask=m_last)

@@ -6,7 +6,16 @@ import triton
 import triton.language as tl
 
 from .kernels_backward import _silu_gradient
-from .kernels_common import _channels, _first_row, _row_offset, _same_document, _taps, _zeros
+from .kernels_common import (
+    _channels,
+    _first_row,
+    _load_channels,
+    _row_offset,
+    _same_document,
+    _taps,
+    _unpack,
+    _zeros,
+)
 
 
 @triton.jit
@@ -20,18 +29,19 @@ def _scalars(a, row, m_row, N: tl.constexpr):
 
 @triton.jit
 def _load_value_row(
-    dout, value, a, gated, norm, first, row, rows, tokens, dout_batch, dout_row, value_batch, value_row, c,
-    C: tl.constexpr, N: tl.constexpr, HAS_FIRST: tl.constexpr, FLAT: tl.constexpr,
+    dout, value, a, gated, norm, first, row, rows, tokens, dout_batch, dout_row, value_batch, value_row, tile,
+    C: tl.constexpr, N: tl.constexpr, BC: tl.constexpr, HAS_FIRST: tl.constexpr, FLAT: tl.constexpr,
+    VALUE: tl.constexpr, DOUT: tl.constexpr,
 ):  # fmt: skip
     """One row of all streams: (first row of the document, norm term, value tile), a, gate * mask and dout tiles."""
     m_row = (row >= 0) & (row < rows)
     start = _first_row(first, row, m_row, tokens, HAS_FIRST)
-    mask = _channels(c, start <= row, C)
-    v = tl.load(value + c + _row_offset(row, tokens, value_batch, value_row, FLAT), mask=mask, other=0.0)
+    o_value = _row_offset(row, tokens, value_batch, value_row, FLAT)
+    v = _load_channels(value, o_value, 0, tile, start <= row, C, BC, VALUE)
     o_dout = _row_offset(row, tokens, dout_batch, dout_row, FLAT)
     upstream = ()
     for n in tl.static_range(N):
-        upstream = upstream + (tl.load(dout + (n * C + c) + o_dout, mask=mask, other=0.0),)
+        upstream = upstream + (_load_channels(dout, o_dout, n, tile, start <= row, C, BC, DOUT),)
     term = tl.load(norm + row.to(tl.int64) * N, mask=m_row, other=0.0)
     return (start, term, v), _scalars(a, row, m_row, N), _scalars(gated, row, m_row, N), upstream
 
@@ -39,14 +49,14 @@ def _load_value_row(
 @triton.jit
 def _value_row(
     shared, gates, upstream, taps, values, scales, pending, row, N: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
-    HAS_FIRST: tl.constexpr,
+    BC: tl.constexpr, HAS_FIRST: tl.constexpr, DOUT: tl.constexpr,
 ):  # fmt: skip
     """The K pending dvalue rows, oldest first, after `row` (last of `values`, `scales`) handed its dy to them."""
     start = shared[0]
     near = _same_document(values, start, row, K, D, HAS_FIRST)
     pending = pending + (shared[1] * values[K - 1],)
     for n in tl.static_range(N):
-        g = upstream[n].to(tl.float32)
+        g = _unpack(upstream[n], BC, DOUT)
         scaled = ()
         for j in tl.static_range(K):
             scale = scales[j * N + n]
@@ -69,7 +79,7 @@ def _value_row(
 def _value_walk(
     pid, dout, value, a, gated, norm, first, fold, dvalue, rows, tokens, span, dout_batch, dout_row, value_batch,
     value_row, C: tl.constexpr, N: tl.constexpr, K: tl.constexpr, D: tl.constexpr, HAS_FIRST: tl.constexpr,
-    FLAT: tl.constexpr, BC: tl.constexpr,
+    FLAT: tl.constexpr, VALUE: tl.constexpr, DOUT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """dvalue of a walk: each dy is handed to the K rows it belongs to; the next row is loaded while one is computed."""
     tiles: tl.constexpr = (C + BC - 1) // BC
@@ -79,38 +89,40 @@ def _value_walk(
     row0 = begin + walk % D
     stop = tl.minimum(begin + span, rows)
     c = tile * BC + tl.arange(0, BC)
-    taps = ()
-    for n in tl.static_range(N):
-        taps = taps + _taps(fold, n, c, c < C, C, N, K)
+    later_taps = ()
+    for n in tl.static_range(1, N):
+        later_taps = later_taps + _taps(fold, n, c, c < C, C, N, K)
     values = ()
     scales = ()
     for j in tl.static_range(K - 1):
         back = row0 - (K - 1 - j) * D
         m_back = (back >= 0) & (back < rows)
-        m_v = _channels(c, m_back & (_first_row(first, back, m_back, tokens, HAS_FIRST) <= back), C)
+        live = m_back & (_first_row(first, back, m_back, tokens, HAS_FIRST) <= back)
         o_back = _row_offset(back, tokens, value_batch, value_row, FLAT)
-        values = values + (tl.load(value + c + o_back, mask=m_v, other=0.0).to(tl.float32),)
+        values = values + (_unpack(_load_channels(value, o_back, 0, tile, live, C, BC, VALUE), BC, VALUE),)
         scales = scales + _scalars(a, back, m_back, N)
     pending = _zeros(K - 1, BC)
     steps = tl.where(row0 < stop, (stop - row0 + D - 1) // D + K - 1, 0)
     shared, scale, gates, upstream = _load_value_row(
-        dout, value, a, gated, norm, first, row0, rows, tokens, dout_batch, dout_row, value_batch, value_row, c, C, N,
-        HAS_FIRST, FLAT,
+        dout, value, a, gated, norm, first, row0, rows, tokens, dout_batch, dout_row, value_batch, value_row, tile,
+        C, N,
+        BC, HAS_FIRST, FLAT, VALUE, DOUT,
     )  # fmt: skip
     held = tl.zeros([BC], dvalue.dtype.element_ty)
-    for step in range(0, steps):
+    for step in range(steps):
         row = row0 + step * D
         next_shared, next_scale, next_gates, next_upstream = _load_value_row(
-            dout, value, a, gated, norm, first, row + D, rows, tokens, dout_batch, dout_row, value_batch, value_row, c,
-            C, N, HAS_FIRST, FLAT,
+            dout, value, a, gated, norm, first, row + D, rows, tokens, dout_batch, dout_row, value_batch, value_row,
+            tile, C, N, BC, HAS_FIRST, FLAT, VALUE, DOUT,
         )  # fmt: skip
-        # The row completed an iteration before, stored only now: a store pins the loads above, which would else sink to
-        # the end of the loop, next to their use (measured: half of all stalls).
+        # The row completed an iteration before is stored only now, and stream 0's taps are read again (from L1) after
+        # it: together they pin the loads above, which would else sink to the end of the loop, next to their use.
         m_held = _channels(c, (row - K * D >= begin) & (row - K * D < stop), C)
         tl.store(dvalue + c + (row - K * D).to(tl.int64) * C, held, mask=m_held)
-        values = values + (shared[2].to(tl.float32),)
+        taps = _taps(fold, 0, c, c < C, C, N, K) + later_taps
+        values = values + (_unpack(shared[2], BC, VALUE),)
         scales = scales + scale
-        pending = _value_row(shared, gates, upstream, taps, values, scales, pending, row, N, K, D, HAS_FIRST)
+        pending = _value_row(shared, gates, upstream, taps, values, scales, pending, row, N, K, D, BC, HAS_FIRST, DOUT)
         held = pending[0].to(dvalue.dtype.element_ty)
         pending = pending[1:]
         values = values[1:]
@@ -197,19 +209,22 @@ def _score_span(
 
 @triton.jit(do_not_specialize=["rows", "tokens", "value_span", "score_span", "value_programs", "score_programs"])
 def ple_token_gradients_kernel(
-    dout, hidden, key, value, a, gated, scores, norm, first, fold, dhidden, dkey, dvalue, dscores, rows, tokens,
-    value_span, score_span, value_programs, score_programs, dout_batch, dout_row, hidden_batch, hidden_row, key_batch,
-    key_row, value_batch, value_row, C: tl.constexpr, N: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
-    HAS_FIRST: tl.constexpr, FLAT: tl.constexpr, RESIDUAL: tl.constexpr, VALUE_BC: tl.constexpr,
-    SCORE_BT: tl.constexpr, SCORE_BC: tl.constexpr,
+    dout, dout_walk, hidden, key, value, a, gated, scores, norm, first, fold, dhidden, dkey, dvalue, dscores, rows,
+    tokens,
+    value_span, score_span, value_programs, score_programs, dout_batch, dout_row, dout_walk_batch, dout_walk_row,
+    hidden_batch, hidden_row, key_batch, key_row, value_batch, value_row, C: tl.constexpr, N: tl.constexpr,
+    K: tl.constexpr, D: tl.constexpr,
+    HAS_FIRST: tl.constexpr, FLAT: tl.constexpr, RESIDUAL: tl.constexpr, VALUE: tl.constexpr,
+    DOUT: tl.constexpr, VALUE_BC: tl.constexpr, SCORE_BT: tl.constexpr, SCORE_BC: tl.constexpr,
 ):  # fmt: skip
-    """Even programs walk dvalue, bound by arithmetic; odd ones stream dhidden and dkey, bound by memory: they overlap."""
+    """Even programs walk dvalue, bound by arithmetic; odd ones stream dhidden and dkey, bound by memory."""
     pid = tl.program_id(0)
     if pid % 2 == 0:
         if pid // 2 < value_programs:
             _value_walk(
-                pid // 2, dout, value, a, gated, norm, first, fold, dvalue, rows, tokens, value_span, dout_batch,
-                dout_row, value_batch, value_row, C, N, K, D, HAS_FIRST, FLAT, VALUE_BC,
+                pid // 2, dout_walk, value, a, gated, norm, first, fold, dvalue, rows, tokens, value_span,
+                dout_walk_batch, dout_walk_row, value_batch, value_row, C, N, K, D, HAS_FIRST, FLAT, VALUE, DOUT,
+                VALUE_BC,
             )  # fmt: skip
     elif pid // 2 < score_programs:
         _score_span(

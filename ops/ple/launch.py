@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ..varlen import read_boundaries
-from .kernels_common import ple_prepare_kernel
+from .kernels_common import BF16_PAIRS, FP16_PAIRS, PLAIN, ple_prepare_kernel
 
+_PAIRS = {torch.bfloat16: BF16_PAIRS.value, torch.float16: FP16_PAIRS.value}
 PREPARE_BLOCK = 1024
 # No contraction beyond the fma that is written: a row's bits must not depend on which copy of a loop body handles it.
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
@@ -24,6 +25,15 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager:
 def unit_stride(x: Tensor) -> Tensor:
     """`x`, copied only where its last dimension is not unit-stride."""
     return x if x.shape[-1] == 1 or x.stride(-1) == 1 else x.contiguous()
+
+
+def as_pairs(x: Tensor) -> tuple[Tensor, int]:
+    """`x` as a walker takes it and its kind: int32 pairs of 16-bit elements where every row starts on a pair."""
+    kind = _PAIRS.get(x.dtype)
+    even = all(n % 2 == 0 for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1])) and x.data_ptr() % 4 == 0
+    if kind is None or not even or x.stride(-1) != 1:
+        return x, PLAIN.value
+    return x.view(torch.int32), kind
 
 
 class Problem:
@@ -55,13 +65,13 @@ class Problem:
         self.device = hidden.device
         self.dilation = dilation
         self.sources = {"hidden": unit_stride(hidden), "key": unit_stride(key), "value": unit_stride(value)}
+        self.sources["value_walk"], self.value_kind = self._walked(self.sources["value"])
         if dout is not None:
             self.sources["dout"] = unit_stride(dout)
+            self.sources["dout_walk"], self.dout_kind = self._walked(self.sources["dout"])
         self.mask = None if conv_mask is None else conv_mask.contiguous()
         self.cu_seqlens = None if cu_seqlens is None else self._on_device(cu_seqlens)
-        self.flat = self.batch == 1 or all(
-            x.stride(0) == self.tokens * x.stride(1) for x in self.sources.values()
-        )
+        self.flat = self.batch == 1 or all(x.stride(0) == self.tokens * x.stride(1) for x in self.sources.values())
         self.first: Tensor | None = None
         if self.cu_seqlens is not None or self.batch > 1:
             self.first = self.scratch(self.rows, dtype=torch.int32)
@@ -72,6 +82,9 @@ class Problem:
         if self.cu_seqlens is not None:
             self.healthy = torch.ones(1, dtype=torch.int32, device=self.device)
 
+    def _walked(self, x: Tensor) -> tuple[Tensor, int]:
+        return (x, PLAIN.value) if self.channels % 2 else as_pairs(x)
+
     def _on_device(self, cu_seqlens: Tensor) -> Tensor:
         if cu_seqlens.device.type == "cpu" and cu_seqlens.device != self.device:
             read_boundaries(cu_seqlens, self.tokens)
@@ -80,11 +93,11 @@ class Problem:
     def scratch(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
-    def strides(self, *names: str) -> dict[str, int]:
+    def strides(self, **sources: str) -> dict[str, int]:
+        """Kernel arguments `<name>_batch`, `<name>_row` for each `name=source`."""
         out = {}
-        for name in names:
-            batch, row, _ = self.sources[name].stride()
-            out[f"{name}_batch"], out[f"{name}_row"] = batch, row
+        for name, source in sources.items():
+            out[f"{name}_batch"], out[f"{name}_row"], _ = self.sources[source].stride()
         return out
 
     @property
