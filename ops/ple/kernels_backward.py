@@ -90,7 +90,7 @@ def ple_conv_backward_kernel(
     C: tl.constexpr, N: tl.constexpr, K: tl.constexpr, D: tl.constexpr, HAS_FIRST: tl.constexpr, FLAT: tl.constexpr,
     VALUE: tl.constexpr, DOUT: tl.constexpr, BC: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Per channel tile: sums [tiles, 2, rows, N] = <dout, v>, <u, a v>; dtaps [walks, K, N*C] = sum_t dy (a v)[t - s_j].
+    """Per channel tile: sums [tiles, 2, rows, N] = <dout, v>, <u, a v>; dtaps [walks, K, N*C] = sum dy (a v)[t - s_j].
 
     `span` is a multiple of D * UNROLL, so the main loop leaves it only past the last row, where dy is 0. A walk then
     goes K-1 rows on: u of its last rows needs dy of those, which count for no sum of theirs here.
