@@ -11,6 +11,7 @@ from . import (
     fuse_ple,
     record_substitutions,
     rounding_boundaries,
+    tape_reuse,
     wire_packing,
 )
 from .records import GraphPass
@@ -30,6 +31,7 @@ PASSES: tuple[GraphPass, ...] = (
     *FUSIONS,
     wire_packing.PASS,
     apply_options.PASS,
+    tape_reuse.PASS,
     chunked_backward.PASS,
     # Before the gated residual ops are written out as chains whose roundings are marked.
     chunk_token_sums.PASS,

@@ -30,6 +30,12 @@ SCHEMAS: dict[str, str] = {
         "float? scale=None, bool use_qk_l2norm=False) -> "
         "(Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta, Tensor dinitial_state)"
     ),
+    # All six tapes without the output: what a checkpoint region's hand-off runs next to its reader.
+    "gated_delta_rule_tapes": (
+        "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state=None, Tensor? cu_seqlens=None, "
+        "Tensor? chunk_offsets=None, Tensor? workspace=None, *, float? scale=None, bool use_qk_l2norm=False) -> "
+        "(Tensor gcum, Tensor k_rstd, Tensor qscale, Tensor x, Tensor h, Tensor delta)"
+    ),
     # PLE. stats [5,B,T,N] f32 = gate, r_q, r_k, r_c, score (PLE.md); `residual` adds `hidden` to the result in fp32.
     "ple_gate_conv": (
         "(Tensor hidden, Tensor key, Tensor value, Tensor norm_key_weight, Tensor norm_query_weight, "

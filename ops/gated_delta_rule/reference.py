@@ -26,7 +26,7 @@ from .chunk_math import (
     reduce_heads,
 )
 from .grid import Documents, Group, Step, documents_of, group_size, groups
-from .tapes import KEPT, Tapes, new_tapes, state_dtype
+from .tapes import FULL, KEPT, Tapes, new_tapes, state_dtype
 
 L2NORM_EPS = 1e-6
 
@@ -213,6 +213,26 @@ def forward(
     none = new_tapes(q, v, cu_seqlens, ())
     _walk(problem, none, _flat(made), o.flatten(0, 1), final_state if output_final_state else None)
     return (o, final_state, *made)
+
+
+def tapes_alone(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    chunk_offsets: torch.Tensor | None,
+    *,
+    scale: float | None,
+    use_qk_l2norm: bool,
+) -> Tapes:
+    """All six tapes, by the forward's walk without its output."""
+    problem = make_problem(q, k, v, g, beta, initial_state, cu_seqlens, chunk_offsets, scale, use_qk_l2norm)
+    made = new_tapes(q, v, cu_seqlens, FULL)
+    _walk(problem, new_tapes(q, v, cu_seqlens, ()), _flat(made), None, None)
+    return made
 
 
 def _input_gradient(
