@@ -14,6 +14,8 @@ something does, tapes handed over by that rerun would live through the backward 
 by all of them; forced with "hand_off", that is what happens. Outside checkpoint regions the call's save_mode stands, or
 with a `memory_budget` "full" for as many nodes as fit, the largest time saved per byte first. A node that selective
 checkpointing keeps (MUST_SAVE) is left alone.
+
+After that, what a region hands to a later one is made storable where it is a view (see `_store_boundaries`).
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import torch
 from torch import fx
 from torch._functorch.partitioners import OpTypes, get_default_op_list, must_recompute
 from torch._guards import detect_fake_mode
+from torch.utils.checkpoint import CheckpointPolicy
 
 from ..ops.gated_delta_rule.tapes import Tapes
 from .records import GraphPass, PassContext, TapeDecision
@@ -86,6 +89,26 @@ def _kept(node: fx.Node) -> bool:
 @functools.cache
 def _op_types() -> OpTypes:
     return get_default_op_list()
+
+
+def _store_boundaries(graph: fx.Graph) -> None:
+    """Keeps what one region hands to the next where that is a view.
+
+    The partitioner means to store a region's last node that a later region reads, but never stores views: it then
+    reruns every region before it instead, one working set a layer. Its base is stored in its place.
+    """
+    for node in graph.nodes:
+        if not (must_recompute(node) and _kept(node) and _op_types().is_view(node)):
+            continue
+        base = node
+        while _op_types().is_view(base) and _region(base) == _region(node):
+            base = base.args[0]
+        if not must_recompute(base) or _region(base) != _region(node):
+            continue
+        base.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        if base.target is operator.getitem and len(base.args[0].users) == 1:
+            # The partitioner asks a getitem's producer; one with other outputs in use is left to it.
+            base.args[0].meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def _rerun_with(node: fx.Node, forward: fx.Node) -> bool:
@@ -246,6 +269,7 @@ def _run(gm: fx.GraphModule, ctx: PassContext) -> None:
             _decide_region(pair, ctx)
     _decide_saved([pair for pair in pairs if not pair.checkpointed], ctx)
     gm.graph.eliminate_dead_code()
+    _store_boundaries(gm.graph)
 
 
 PASS = GraphPass(name=_NAME, stage="joint", run=_run)

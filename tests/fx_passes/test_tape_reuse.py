@@ -37,7 +37,7 @@ class Layer(torch.nn.Module):
     def __init__(self, closing: bool, **kwargs) -> None:
         super().__init__()
         self.gdn, self.closing = Gdn(**kwargs), closing
-        self.out = torch.nn.Linear(W, 2 * W, bias=False)
+        self.out = None if closing else torch.nn.Linear(W, 2 * W, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         o = self.gdn(x)
