@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from ..register import register_op
+from ..triton_support import triton_ready
 from .checks import check_inputs
 from .reference import tapes_alone
 from .tapes import FULL, new_tapes
@@ -29,6 +30,14 @@ def _impl(
     use_qk_l2norm: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     check_inputs(q, k, v, g, beta, initial_state, cu_seqlens, chunk_offsets, workspace)
+    if triton_ready(q.device):
+        from .launch import launch_forward
+
+        _o, _final_state, *tapes = launch_forward(
+            *(q, k, v, g, beta, initial_state, cu_seqlens, chunk_offsets, workspace),
+            *(scale, False, use_qk_l2norm, "full"),
+        )
+        return tuple(tapes)
     return tapes_alone(
         *(q, k, v, g, beta, initial_state, cu_seqlens, chunk_offsets), scale=scale, use_qk_l2norm=use_qk_l2norm
     )
