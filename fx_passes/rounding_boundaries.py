@@ -9,8 +9,8 @@ Three steps, by `options.rounding`:
    after:  %sigmoid = aten.sigmoid(%up); %mul = aten.mul(view(%sigmoid), view(%normed)); %mean = aten.mean(%mul, [-2])
 
 2. Nodes that must round are marked in `node.meta`. "eager": the element-wise BF16/FP16 nodes connected to a chain of
-   step 1, gradient sums included, and sums with a matrix product (Inductor would fold those into an addmm, dropping a
-   rounding). "eager_all": every element-wise BF16/FP16 node. "fast": none.
+   step 1, gradient sums included, sums with a matrix product (Inductor would fold those into an addmm, dropping a
+   rounding) and casts read again in fp32. "eager_all": every element-wise BF16/FP16 node. "fast": none.
 3. After partitioning, `RoundMarkedNodes` turns each marked node into its `ple_gdn_rounded` op. Not earlier: the
    partitioner knows ATen ops as recomputable, and would save the result of any other.
 """
@@ -186,8 +186,23 @@ def _sums_with_a_product(graph: torch.fx.Graph) -> Iterator[torch.fx.Node]:
             yield node
 
 
+def _casts_read_in_fp32(graph: torch.fx.Graph) -> Iterator[torch.fx.Node]:
+    cast = prims.convert_element_type.default
+    for node in graph.find_nodes(op="call_function", target=cast):
+        if _is_low(node.meta.get("val")) and any(u.target is cast and not _is_low(u.meta["val"]) for u in node.users):
+            yield node
+
+
+def _unhide_casts(graph: torch.fx.Graph) -> None:
+    for node in graph.find_nodes(op="call_function", target=aten._to_copy.default):
+        if set(node.kwargs) == {"dtype"}:
+            node.target = prims.convert_element_type.default
+            node.args, node.kwargs = (node.args[0], node.kwargs["dtype"]), {}
+
+
 def _run(gm: torch.fx.GraphModule, context: PassContext) -> None:
     rounding = context.options.rounding
+    _unhide_casts(gm.graph)
     table = decompositions(rounding)
     targets = {getattr(torch.ops.ple_gdn, name).default for name in CHAINS}
     chains: list[torch.fx.Node] = []
@@ -199,7 +214,8 @@ def _run(gm: torch.fx.GraphModule, context: PassContext) -> None:
         return
     alive = set(gm.graph.nodes)
     if rounding == "eager":
-        marked = _connected(n for n in chains if n in alive) | set(_sums_with_a_product(gm.graph))
+        marked = _connected(n for n in chains if n in alive)
+        marked.update(_sums_with_a_product(gm.graph), _casts_read_in_fp32(gm.graph))
     else:
         marked = {n for n in alive if _rounds(n)}
     for node in marked:
@@ -207,6 +223,25 @@ def _run(gm: torch.fx.GraphModule, context: PassContext) -> None:
 
 
 PASS = GraphPass(name="rounding_boundaries", stage="joint", run=_run)
+
+
+class HideCasts(CustomGraphPass):
+    """Inductor's `joint_custom_pre_pass`: renames casts to 16 bits that are read again in fp32.
+
+    Such a pair rounds on purpose, but a pattern of torch before 2.13 removes it from the joint graph. Under another
+    name the pattern does not see it; the joint pass gives the name back.
+    """
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        for node in list(_casts_read_in_fp32(graph)):
+            source, dtype = node.args
+            node.target, node.args, node.kwargs = aten._to_copy.default, (source,), {"dtype": dtype}
+
+    def uuid(self) -> str:
+        return self.key
 
 
 class RoundMarkedNodes(CustomGraphPass):

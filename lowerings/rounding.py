@@ -30,64 +30,83 @@ _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 Values = Callable[..., Any]
 
 
-def round_value(value: Any, dtype: torch.dtype) -> Any:
+def _is_nvidia(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.version.hip is None
+
+
+def round_value(value: Any, dtype: torch.dtype, device: torch.device) -> Any:
     """Rounds an fp32 value to `dtype` and back, in a form that code generation cannot drop.
 
-    The product with one is for C++: its code generator merges the cast with that of a store of the same value and hands
-    later readers the unrounded fp32 (2,792 of 16,448 elements wrong without it). Triton's compiler removes it.
+    C++: the code generator merges the cast with that of a store of the same value and hands later readers the
+    unrounded fp32 (2,792 of 16,448 elements wrong); a product with one keeps them apart. Triton: LLVM narrows a rounded
+    product of two 16-bit values to a 16-bit product, then contracts it with a following fp32 sum to an unrounded fused
+    multiply-add (23 % of injections wrong); it cannot look through a move in assembly, which costs no instruction.
     """
     narrow = ops.to_dtype(ops.to_dtype(value, dtype, use_compute_types=False), dtype)
+    if _is_nvidia(device):
+        return ops.inline_asm_elementwise(narrow, asm="mov.b32 $0, $1;", constraints="=f,f", dtype=torch.float32)
     return ops.mul(narrow, ops.constant(1.0, torch.float32))
+
+
+def _is_rounded(box: ir.TensorBox) -> bool:
+    """Read from memory, or computed by `rounded`: never an fp32 value that fusion handed on."""
+    node: Any = box
+    while isinstance(node, (ir.TensorBox, ir.StorageBox, ir.BaseView)):
+        node = node.data
+    if isinstance(node, (ir.InputBuffer, ir.ExternKernel)):
+        return True
+    node = node.data if isinstance(node, ir.ComputedBuffer) else node
+    return getattr(getattr(node, "inner_fn", None), "ple_gdn_rounded", False)
 
 
 def rounded(box: Any) -> Any:
     """A tensor of 16-bit floats, each rounded to its dtype at the point of use; anything else as it is."""
-    if not isinstance(box, ir.TensorBox) or box.get_dtype() not in LOW_PRECISION:
+    if not isinstance(box, ir.TensorBox) or box.get_dtype() not in LOW_PRECISION or _is_rounded(box):
         return box
-    if isinstance(getattr(box.data, "data", None), (ir.Reduction, ir.InputBuffer)):
+    if isinstance(getattr(box.data, "data", None), ir.Reduction):
         box.realize()
-    dtype, load = box.get_dtype(), box.make_loader()
-    return ir.Pointwise.create(
-        device=box.get_device(),
-        dtype=dtype,
-        inner_fn=lambda index: round_value(load(index), dtype),
-        ranges=box.get_size(),
-    )
+    dtype, device, load = box.get_dtype(), box.get_device(), box.make_loader()
+
+    def inner_fn(index: Any) -> Any:
+        return round_value(load(index), dtype, device)
+
+    inner_fn.ple_gdn_rounded = True
+    return ir.Pointwise.create(device=device, dtype=dtype, inner_fn=inner_fn, ranges=box.get_size())
 
 
 def _one() -> Any:
     return ops.constant(1.0, torch.float32)
 
 
-def _divide(device: str, x: Any, y: Any) -> Any:
+def _divide(device: torch.device, x: Any, y: Any) -> Any:
     """IEEE division: Triton's `/` is the approximate `div.full.f32`, which moves FP16 results."""
-    if device != "cuda" or torch.version.hip is not None:
+    if not _is_nvidia(device):
         return ops.truediv(x, y)
     if hasattr(OpsHandler, "div_rn"):
         return ops.div_rn(x, y)
     return ops.inline_asm_elementwise(x, y, asm="div.rn.f32 $0, $1, $2;", constraints="=f,f,f", dtype=torch.float32)
 
 
-def _sigmoid(device: str, x: Any) -> Any:
+def _sigmoid(device: torch.device, x: Any) -> Any:
     return _divide(device, _one(), ops.add(_one(), ops.exp(ops.neg(x))))
 
 
-def _eager_sigmoid(device: str, dtype: torch.dtype) -> Values:
+def _eager_sigmoid(device: torch.device, dtype: torch.dtype) -> Values:
     return lambda x: _sigmoid(device, x)
 
 
-def _eager_silu(device: str, dtype: torch.dtype) -> Values:
+def _eager_silu(device: torch.device, dtype: torch.dtype) -> Values:
     return lambda x: _divide(device, x, ops.add(_one(), ops.exp(ops.neg(x))))
 
 
-def _eager_sigmoid_backward(device: str, dtype: torch.dtype) -> Values:
-    if device == "cpu" and dtype == torch.bfloat16:
+def _eager_sigmoid_backward(device: torch.device, dtype: torch.dtype) -> Values:
+    if device.type == "cpu" and dtype == torch.bfloat16:
         return lambda dy, y: ops.mul(ops.mul(dy, ops.sub(_one(), y)), y)
 
     def narrow(dy: Any, y: Any) -> Any:
         # CUDA, and FP16 on the CPU, compute in the 16-bit type: each of the three steps rounds.
-        slope = round_value(ops.sub(_one(), y), dtype)
-        return ops.mul(round_value(ops.mul(dy, slope), dtype), y)
+        slope = round_value(ops.sub(_one(), y), dtype, device)
+        return ops.mul(round_value(ops.mul(dy, slope), dtype, device), y)
 
     return narrow
 
@@ -114,11 +133,11 @@ def _fma(x: Any, y: Any, z: Any) -> Any:
     return ops.add(total, ops.add(lost, error))
 
 
-def _eager_silu_backward(device: str, dtype: torch.dtype) -> Values:
+def _eager_silu_backward(device: torch.device, dtype: torch.dtype) -> Values:
     def bracket(x: Any, rest: Any) -> Any:
         # Both eager builds contract 1 + x * (1 - s) to a fused multiply-add. BF16 never shows it (0 of 65,536 codes on
         # the CPU); FP16 does in 2.
-        if device != "cpu":
+        if device.type != "cpu":
             return ops.fma(x, rest, _one())
         return _fma(x, rest, _one()) if dtype == torch.float16 else ops.add(_one(), ops.mul(x, rest))
 
@@ -131,7 +150,7 @@ def _eager_silu_backward(device: str, dtype: torch.dtype) -> Values:
 
 # How eager computes one element of a 16-bit op from fp32 operands, before the final rounding, by device and dtype.
 # An op that is not listed is computed by Inductor's own lowering of it, whose fp32 formula is eager's.
-EAGER_RULES: dict[torch._ops.OpOverload, Callable[[str, torch.dtype], Values]] = {
+EAGER_RULES: dict[torch._ops.OpOverload, Callable[[torch.device, torch.dtype], Values]] = {
     aten.sigmoid.default: _eager_sigmoid,
     aten.silu.default: _eager_silu,
     aten.sigmoid_backward.default: _eager_sigmoid_backward,
@@ -180,7 +199,7 @@ def lower_as_eager(target: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> 
     first = args[0] if args else None
     dtype = first.get_dtype() if isinstance(first, ir.TensorBox) else None
     if dtype in LOW_PRECISION and target in EAGER_RULES:
-        return rounded(_pointwise(EAGER_RULES[target](first.get_device().type, dtype), dtype, args))
+        return rounded(_pointwise(EAGER_RULES[target](first.get_device(), dtype), dtype, args))
     if target in PLAIN_RULES:
         return _pointwise(PLAIN_RULES[target], dtype, args)
     return rounded(lowerings[target](*args, **kwargs))

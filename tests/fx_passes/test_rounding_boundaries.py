@@ -162,6 +162,16 @@ def test_a_comparison_under_eager_all_reads_the_rounded_value():
     assert torch.equal(counts, ties(x))
 
 
+@pytest.mark.parametrize("rounding", ["eager", "eager_all"])
+def test_a_cast_down_and_up_keeps_its_rounding(rounding):
+    residual, gate, y = (torch.randn(64, 64) for _ in range(3))
+
+    def fn(residual, gate, y):
+        return residual + (gate * y).to(torch.bfloat16).float()
+
+    assert mismatches(compiled(fn, rounding)(residual, gate, y), fn(residual, gate, y)) == 0
+
+
 def test_eager_rounds_only_what_is_connected_to_a_gated_residual():
     def fn(x, up):
         unrelated = torch.tanh(x[0].clone() * 3) * 2
