@@ -438,7 +438,7 @@ BAD = {
     "dilation": [(lambda _: 0, ValueError, r"dilation: expected at least 1, got 0")],
     "eps": [(lambda _: 0.0, ValueError, r"eps: expected a positive number, got 0")],
     "workspace_bytes": [(lambda _: 0, ValueError, r"workspace_bytes: expected None or a positive")],
-    "cp": [(lambda _: object(), ValueError, r"cp: expected None")],
+    "cp": [(lambda _: object(), TypeError, r"cp: expected a KcpContext")],
     "cu_seqlens": [
         (lambda _: torch.tensor([0, 4, 3, 6]), ValueError, r"cu_seqlens: expected non-decreasing"),
         (lambda _: torch.tensor([1, 6]), ValueError, r"cu_seqlens: expected the first entry to be 0"),
