@@ -25,8 +25,6 @@ from tqdm import tqdm
 from transformers.models.qwen4_exp.configuration_qwen4_exp import Qwen4ExpTextConfig
 from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpForCausalLM
 
-import ple_gdn
-
 TEXT = Path(__file__).parent / "data" / "founding_documents.txt"
 EOS = 256  # one past the largest byte
 
@@ -208,6 +206,8 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
+    import ple_gdn  # here, so that a baseline process can use the rest of this file without loading it
+
     args = arguments()
     torch.manual_seed(0)
     data = batches(args.steps, args.rows, args.length)
