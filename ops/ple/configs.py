@@ -42,15 +42,15 @@ class Config(NamedTuple):
 CONFIGS: dict[int, Config] = {
     2: Config(
         scalars=Tile(2, 256, 1),
-        output=Walk(256, 1, 49, 4),
-        conv=Walk(256, 1, 17, 2),
+        output=Walk(256, 1, 51, 4),
+        conv=Walk(256, 1, 26, 2),
         value=Walk(128, 1, 104),
         score=Tile(4, 256, 1, 158),
     ),
     4: Config(
         scalars=Tile(2, 256, 1),
-        output=Walk(256, 1, 49, 4),
-        conv=Walk(256, 1, 17, 2),
+        output=Walk(256, 1, 51, 4),
+        conv=Walk(256, 1, 26, 2),
         value=Walk(128, 1, 104),
         score=Tile(2, 256, 1, 158),
     ),

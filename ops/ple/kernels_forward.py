@@ -149,7 +149,7 @@ def ple_output_kernel(
     row0 = begin + walk % D
     stop = tl.minimum(begin + span, rows)
     c = tile * BC + tl.arange(0, BC)
-    first_out = out + (stream * C + c)
+    taps = _taps(fold, stream, c, c < C, C, N, K)
     ring = _warm_up(
         value, a, first, row0, rows, tokens, value_batch, value_row, stream, tile, C, N, K, D, BC, HAS_FIRST, FLAT,
         VALUE,
@@ -160,8 +160,7 @@ def ple_output_kernel(
             value, hidden, a, gated, first, row0 + i * D, stop, tokens, value_batch, value_row, hidden_batch,
             hidden_row, stream, tile, C, N, BC, HAS_FIRST, FLAT, RESIDUAL, VALUE,
         ),)  # fmt: skip
-    steps = tl.maximum((stop - row0 + D - 1) // D, 0)
-    held = tl.zeros([BC], out.dtype.element_ty)
+    steps = (stop - row0 + D - 1) // D
     for step in range(0, steps, UNROLL):
         loaded = ahead
         ahead = ()
@@ -170,10 +169,6 @@ def ple_output_kernel(
                 value, hidden, a, gated, first, row0 + (step + UNROLL + i) * D, stop, tokens, value_batch, value_row,
                 hidden_batch, hidden_row, stream, tile, C, N, BC, HAS_FIRST, FLAT, RESIDUAL, VALUE,
             ),)  # fmt: skip
-        # Pins the loads above, see _value_walk.
-        m_held = _channels(c, (step > 0) & (row0 + (step - 1) * D < stop), C)
-        tl.store(first_out + (row0 + (step - 1) * D).to(tl.int64) * (N * C), held, mask=m_held)
-        taps = _taps(fold, stream, c, c < C, C, N, K)
         for i in tl.static_range(UNROLL):
             row = row0 + (step + i) * D
             v = _unpack(loaded[i][0], BC, VALUE)
@@ -186,11 +181,5 @@ def ple_output_kernel(
             if RESIDUAL:
                 # Rounded twice, as eager adds a rounded block to `hidden`.
                 result = (loaded[i][4].to(tl.float32) + result.to(tl.float32)).to(out.dtype.element_ty)
-            if i < UNROLL - 1:
-                tl.store(first_out + row.to(tl.int64) * (N * C), result, mask=_channels(c, row < stop, C))
-            else:
-                held = result
+            tl.store(out + (stream * C + c) + row.to(tl.int64) * (N * C), result, mask=_channels(c, row < stop, C))
             ring = ring[1:]
-    last = row0 + ((steps + UNROLL - 1) // UNROLL * UNROLL - 1) * D
-    m_last = _channels(c, (last >= begin) & (last < stop), C)
-    tl.store(first_out + last.to(tl.int64) * (N * C), held, mask=m_last)

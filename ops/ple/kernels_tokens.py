@@ -89,9 +89,9 @@ def _value_walk(
     row0 = begin + walk % D
     stop = tl.minimum(begin + span, rows)
     c = tile * BC + tl.arange(0, BC)
-    later_taps = ()
-    for n in tl.static_range(1, N):
-        later_taps = later_taps + _taps(fold, n, c, c < C, C, N, K)
+    taps = ()
+    for n in tl.static_range(N):
+        taps = taps + _taps(fold, n, c, c < C, C, N, K)
     values = ()
     scales = ()
     for j in tl.static_range(K - 1):
@@ -115,11 +115,9 @@ def _value_walk(
             dout, value, a, gated, norm, first, row + D, rows, tokens, dout_batch, dout_row, value_batch, value_row,
             tile, C, N, BC, HAS_FIRST, FLAT, VALUE, DOUT,
         )  # fmt: skip
-        # The row completed an iteration before is stored only now, and stream 0's taps are read again (from L1) after
-        # it: together they pin the loads above, which would else sink to the end of the loop, next to their use.
+        # The row completed an iteration before is stored only now: the loads above may not sink below a store.
         m_held = _channels(c, (row - K * D >= begin) & (row - K * D < stop), C)
         tl.store(dvalue + c + (row - K * D).to(tl.int64) * C, held, mask=m_held)
-        taps = _taps(fold, 0, c, c < C, C, N, K) + later_taps
         values = values + (_unpack(shared[2], BC, VALUE),)
         scales = scales + scale
         pending = _value_row(shared, gates, upstream, taps, values, scales, pending, row, N, K, D, BC, HAS_FIRST, DOUT)

@@ -46,7 +46,9 @@ class Snapshot(expecttest.TestCase):
         x = features(96, 4)
         torch._dynamo.mark_dynamic(x, 0)
         graphs = ple_gdn.capture_graphs(gate, x, *parameters(4), options={"workspace_bytes": 256})
-        self.assertExpectedInline(graphs.passes["chunk_token_sums"][0], """\
+        self.assertExpectedInline(
+            graphs.passes["chunk_token_sums"][0],
+            """\
 graph main(
     primals_1: Sym(s0),
     primals_2: f32[s0, 4],
@@ -123,7 +125,8 @@ graph token_loop_body(
     add_1: i64[] = aten.add.Tensor(arg0_1, 4)
     add_2: f32[4] = aten.add.Tensor(arg1_1, sum)
     return (add_1, add_2)
-""")
+""",
+        )
         assert "while_loop" in graphs.joint[0]
         assert "while_loop" in graphs.backward[0]
 
