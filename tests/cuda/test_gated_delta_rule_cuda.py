@@ -1,0 +1,204 @@
+"""Gated delta rule on a GPU against the float64 token recurrence, and its bitwise promises."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from oracles.gdn import NAMES, Case, assert_same_bits, make_case, oracle, relative_rms, run_front
+
+pytestmark = pytest.mark.cuda
+
+LENGTHS = (130, 0, 1, 64, 65, 63, 7, 127, 129)
+GROUPED = {"heads": 2, "value_heads": 6, "key_width": 128, "value_width": 128}
+PLAIN = {torch.bfloat16: (4e-3, 5e-3), torch.float16: (2e-3, 2e-3), torch.float32: (1e-5, 1e-5)}
+STRESS = {torch.bfloat16: (7e-3, 8e-3), torch.float16: (2e-3, 2e-3), torch.float32: (1e-5, 1e-3)}
+MODES = (
+    *("no_decay", "strong_decay", "mixed_decay", "one_reset", "beta_one", "beta_two", "beta_zero"),
+    *("equal_keys", "near_equal_keys", "zero_keys", "orthogonal_query", "large_state"),
+)
+
+
+def on_gpu(case: Case) -> Case:
+    return Case(*(x.cuda() if isinstance(x, torch.Tensor) else x for x in case))
+
+
+def check(case: Case, budgets: tuple[float, float], **options: object) -> dict[str, torch.Tensor]:
+    """Relative RMS of outputs and gradients within the budgets (states and 16-bit gradients, gate gradients)."""
+    expected = oracle(case, case.q.shape[-1] ** -0.5, options.get("use_qk_l2norm", True))
+    actual = run_front(case, **options)
+    for name in NAMES:
+        budget = budgets[name in ("dg", "dbeta")]
+        # Gradients whose true value is 0 everywhere are measured against 1.
+        scale = expected[name].square().mean().sqrt()
+        error = relative_rms(actual[name], expected[name]) * min(1.0, scale.item() if scale < 1e-12 else 1.0)
+        assert error <= budget, (name, error)
+    return actual
+
+
+@pytest.mark.parametrize("dtype", PLAIN, ids=str)
+@pytest.mark.parametrize("use_qk_l2norm", [True, False])
+def test_a_pack_with_empty_and_short_documents_meets_the_budget(dtype: torch.dtype, use_qk_l2norm: bool) -> None:
+    case = make_case(LENGTHS, dtype=dtype, **GROUPED)
+    if not use_qk_l2norm:
+        unit = torch.nn.functional.normalize(case.k.double(), dim=-1) * 0.98
+        case = case._replace(k=unit.to(dtype))
+    check(on_gpu(case), PLAIN[dtype], use_qk_l2norm=use_qk_l2norm)
+
+
+@pytest.mark.parametrize("dtype", PLAIN, ids=str)
+@pytest.mark.parametrize("mode", MODES)
+def test_adversarial_gates_and_keys_meet_the_budget(mode: str, dtype: torch.dtype) -> None:
+    check(on_gpu(make_case((300, 65), mode=mode, dtype=dtype, **GROUPED)), STRESS[dtype])
+
+
+@pytest.mark.parametrize(("key_width", "value_width"), [(16, 16), (48, 80), (64, 64), (256, 256), (192, 96), (128, 64)])
+def test_head_widths(key_width: int, value_width: int) -> None:
+    case = make_case(LENGTHS, dtype=torch.bfloat16, key_width=key_width, value_width=value_width)
+    check(on_gpu(case), PLAIN[torch.bfloat16])
+
+
+@pytest.mark.parametrize("value_heads", [2, 4, 8, 16])
+def test_groups_of_value_heads(value_heads: int) -> None:
+    case = make_case((130, 70), dtype=torch.bfloat16, heads=2, value_heads=value_heads, key_width=64, value_width=64)
+    check(on_gpu(case), PLAIN[torch.bfloat16])
+
+
+def test_rows_of_no_document_are_zero_whatever_they_hold() -> None:
+    case = make_case((130, 65), dtype=torch.bfloat16, trailing=70, **GROUPED)
+    for tensor in (case.q, case.k, case.v, case.g, case.beta, case.do):
+        tensor[:, -70:] = float("nan")
+    actual = run_front(on_gpu(case))
+    for name in ("o", "dq", "dk", "dv", "dg", "dbeta"):
+        assert (actual[name][:, -70:] == 0).all(), name
+        assert actual[name].isfinite().all(), name
+
+
+def test_twenty_runs_replayed_and_kept_give_the_same_bits() -> None:
+    case = on_gpu(make_case(LENGTHS, dtype=torch.bfloat16, **GROUPED))
+    first = run_front(case)
+    for i in range(20):
+        poison = torch.full((1 << 22,), float("nan"), device="cuda")
+        del poison
+        assert_same_bits(run_front(case, save_mode="full" if i % 2 else "light"), first)
+
+
+def test_rebuilt_tapes_give_the_same_bits() -> None:
+    case = on_gpu(make_case(LENGTHS, dtype=torch.bfloat16, **GROUPED))
+    boundaries = torch.tensor(case.boundaries, device="cuda")
+    op, backward = torch.ops.ple_gdn.gated_delta_rule, torch.ops.ple_gdn.gated_delta_rule_backward
+    results = []
+    for mode in ("none", "light", "full"):
+        tapes = op(*case[:6], boundaries, use_qk_l2norm=True, save_mode=mode)[2:]
+        results.append(
+            backward(case.do, case.dfinal_state, *case[:6], boundaries, None, None, *tapes, use_qk_l2norm=True)
+        )
+    for result in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
+
+
+def test_a_document_in_a_pack_has_the_bits_it_has_alone() -> None:
+    case = on_gpu(make_case((130, 65, 200), dtype=torch.bfloat16, **GROUPED))
+    packed = run_front(case)
+    for n, (start, end) in enumerate(zip(case.boundaries, case.boundaries[1:], strict=False)):
+        rows = slice(start, end)
+        alone = Case(
+            *(x[:, rows] for x in case[:5]), case.initial_state[n : n + 1], (0, end - start),
+            case.do[:, rows], case.dfinal_state[n : n + 1],
+        )  # fmt: skip
+        actual = run_front(alone, packed=False)
+        for name in NAMES:
+            state = name in ("final_state", "dinitial_state")
+            assert torch.equal(actual[name], packed[name][n : n + 1] if state else packed[name][:, rows]), name
+
+
+def test_strided_inputs_and_expanded_gradients_give_the_same_bits() -> None:
+    case = on_gpu(make_case((130, 65), dtype=torch.bfloat16, **GROUPED))
+    case = case._replace(do=torch.ones_like(case.do), dfinal_state=torch.ones_like(case.dfinal_state))
+    strided = case._replace(
+        **{name: torch.stack([getattr(case, name)] * 2, -1)[..., 0] for name in ("q", "k", "v", "g", "beta")},
+        do=case.do.new_ones(()).expand_as(case.do),
+        dfinal_state=case.dfinal_state.new_ones(()).expand_as(case.dfinal_state),
+    )
+    assert_same_bits(run_front(strided), run_front(case))
+
+
+def test_captured_in_a_graph_and_replayed_with_other_boundaries() -> None:
+    case = on_gpu(make_case((64, 40, 24), dtype=torch.bfloat16, **GROUPED))
+    boundaries = torch.tensor((0, 64, 104, 128), device="cuda")
+    call = lambda: torch.ops.ple_gdn.gated_delta_rule(*case[:6], boundaries, use_qk_l2norm=True)[0]  # noqa: E731
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    for values in ((0, 64, 104, 128), (0, 7, 7, 100)):
+        boundaries.copy_(torch.tensor(values))
+        graph.replay()
+        assert torch.equal(captured, call())
+
+
+def test_no_synchronising_call_with_boundaries_on_the_device() -> None:
+    case = on_gpu(make_case((130, 65), dtype=torch.bfloat16, **GROUPED))
+    boundaries = torch.tensor(case.boundaries, device="cuda")
+    run_front(case, cu_seqlens=boundaries)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run_front(case, cu_seqlens=boundaries)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_more_documents_than_a_grid_axis_holds() -> None:
+    documents = 2048
+    case = make_case((1,) * documents, dtype=torch.bfloat16, heads=1, value_heads=32, key_width=16, value_width=16)
+    case = on_gpu(case)
+    actual = run_front(case)
+    alone = oracle(
+        case._replace(
+            **{name: getattr(case, name)[:, -1:] for name in ("q", "k", "v", "g", "beta", "do")},
+            initial_state=case.initial_state[-1:], dfinal_state=case.dfinal_state[-1:], boundaries=(0, 1),
+        ), 0.25, True,
+    )  # fmt: skip
+    assert relative_rms(actual["o"][:, -1:], alone["o"]) < 7e-3
+    assert relative_rms(actual["dinitial_state"][-1:], alone["dinitial_state"]) < 7e-3
+
+
+@pytest.mark.slow
+def test_offsets_past_two_to_the_thirty_first() -> None:
+    """B T HV V = 2^31 + 2^17: the last 64 tokens equal the same tokens alone."""
+    tokens, heads, width = (1 << 20) + 64, 16, 128
+    tail = make_case((64,), dtype=torch.bfloat16, heads=heads, value_heads=heads, key_width=width, value_width=width)
+    tail = on_gpu(tail)
+    inputs = [torch.zeros(1, tokens, *x.shape[2:], dtype=x.dtype, device="cuda") for x in tail[:5]]
+    for whole, part in zip(inputs, tail, strict=False):
+        whole[:, -64:] = part
+    boundaries = torch.tensor((0, tokens - 64, tokens), device="cuda")
+    o = torch.ops.ple_gdn.gated_delta_rule(*inputs, None, boundaries, use_qk_l2norm=True, save_mode="none")[0]
+    alone = torch.ops.ple_gdn.gated_delta_rule(*tail[:5], use_qk_l2norm=True, save_mode="none")[0]
+    assert torch.equal(o[:, -64:], alone)
+
+
+def test_a_plain_tf32_inverse_exceeds_the_budget_that_ours_meets() -> None:
+    """Negative control on nearly equal keys at beta = 1: X of one chunk against float64 substitution."""
+    from ple_gdn.ops.gated_delta_rule.prep import prep_kernel
+
+    case = make_case((64,), mode="near_equal_keys", heads=1, value_heads=1, key_width=128, value_width=16)
+    q, k, _, g, beta = (x.cuda() for x in case[:5])
+    unit = k[0, :, 0].double()
+    unit = unit * torch.rsqrt(unit.square().sum(-1, keepdim=True) + 1e-6)
+    lower = torch.tril(unit @ unit.T, -1)
+    expected = torch.linalg.solve_triangular(
+        torch.eye(64, dtype=torch.float64, device="cuda") + lower * beta[0, :, 0].double(), -lower, upper=False
+    )
+    errors = {}
+    for precision in ("tf32", "tf32x3"):
+        gcum, k_rstd, qscale = (torch.empty(1, 64, 1, device="cuda") for _ in range(3))
+        x = torch.empty(1, 64, 1, 64, device="cuda")
+        prep_kernel[(1,)](
+            q, k, g, beta, None, None, gcum, k_rstd, qscale, x, 1.0, 1, 64, 1,
+            H=1, HV=1, K=128, BLOCK=32, VARLEN=False, L2NORM=True, PREC=precision, DOT="tf32x3", num_warps=1,
+        )  # fmt: skip
+        errors[precision] = (x[0, :, 0].double() - expected).abs().max().item()
+    assert errors["tf32x3"] < 1e-4 < errors["tf32"], errors

@@ -1,0 +1,38 @@
+"""Run with TRITON_INTERPRET=1: the CUDA launchers of the gated delta rule on CPU tensors; prints the errors as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from oracles.gdn import NAMES, make_case, oracle, relative_rms
+
+from ple_gdn.ops.gated_delta_rule.launch import launch_backward, launch_forward
+
+
+def run(lengths: tuple[int, ...], use_qk_l2norm: bool, save_mode: str, **sizes: object) -> dict[str, float]:
+    case = make_case(lengths, trailing=5, **sizes)
+    if not use_qk_l2norm:
+        case = case._replace(k=0.98 * torch.nn.functional.normalize(case.k, dim=-1))
+    scale = case.q.shape[-1] ** -0.5
+    expected = oracle(case, scale, use_qk_l2norm)
+    boundaries = torch.tensor(case.boundaries)
+    shared = (*case[:6], boundaries, None, None)
+    o, final_state, *tapes = launch_forward(*shared, scale, True, use_qk_l2norm, save_mode)
+    gradients = launch_backward(case.do, case.dfinal_state, *shared, *tapes, scale, use_qk_l2norm)
+    actual = dict(zip(NAMES, (o, final_state, *gradients), strict=True))
+    return {name: relative_rms(actual[name], expected[name]) for name in NAMES}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    results = [
+        run((65, 0, 1), True, "light", heads=1, value_heads=2, key_width=16, value_width=32),
+        run((70,), False, "full", heads=1, value_heads=1, key_width=48, value_width=16),
+    ]
+    print(json.dumps(results))

@@ -1,0 +1,106 @@
+"""The pinned configurations compile for sm_90 without a GPU, fit its shared memory, and keep small stack frames."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from ple_gdn.ops.gated_delta_rule import gradients, prep, scan, scores  # noqa: E402
+from ple_gdn.ops.gated_delta_rule.configs import TABLE, block_width, select  # noqa: E402
+
+SHARED_LIMIT = 232448
+FP32 = {
+    *("gcum_ptr", "k_rstd_ptr", "qscale_ptr", "h0_ptr", "ht_ptr", "dht_ptr", "dh0_ptr", "g_ptr", "beta_ptr"),
+    *("dg_ptr", "dbeta_ptr", "rows_ptr"),
+}
+WALK = {"VARLEN": True, "HAS_H0": True, "DOT": "tf32x3"}
+
+
+def specs(itemsize: int, K: int, V: int, H: int = 16, HV: int = 48) -> dict[str, tuple]:
+    """Kernel, constexpr arguments and warps of each launch of a shape class."""
+    config = select(itemsize, K, V)
+    common = {"H": H, "HV": HV, "K": K}
+    tiles = {**common, "V": V, "BK": block_width(K)}
+    walk = {**tiles, **WALK, "BV": config.scan.BV, "STAGES": config.scan.num_stages}
+    flags = {"VARLEN": True, "L2NORM": True, "DOT": "tf32x3"}
+    return {
+        "prep": (
+            prep.prep_kernel,
+            {**common, **flags, "BLOCK": config.prep.BLOCK, "PREC": "tf32x3"},
+            config.prep.num_warps,
+        ),
+        "score": (scores.score_kernel, {**common, "BK": block_width(K), "VARLEN": True, "DOT": "tf32x3"}, 4),
+        "forward": (
+            scan.forward_kernel,
+            {**walk, "STORE_HT": True, "STORE_H": False, "OUTPUT": True},
+            config.scan.num_warps,
+        ),
+        "adjoint": (
+            scan.adjoint_kernel,
+            {**walk, "HAS_DHT": True, "STORE_DH0": True, "REPLAY": True},
+            config.scan.num_warps,
+        ),
+        "gradient": (
+            gradients.gradient_kernel,
+            {**tiles, **flags, "BV": config.gradient.BV, "STAGES": config.gradient.num_stages},
+            config.gradient.num_warps,
+        ),
+    }
+
+
+def compile_for_hopper(itemsize: int, kernel: object, constants: dict, warps: int, tmp_path: Path) -> tuple[int, int]:
+    """(shared memory bytes, stack frame bytes) of one kernel."""
+    element = {2: "*bf16", 4: "*fp32"}[itemsize]
+
+    def kind(name: str) -> str:
+        if name in constants:
+            return "constexpr"
+        if name in FP32:
+            return "*fp32"
+        if name in ("cu_ptr", "offsets_ptr"):
+            return "*i32"
+        return element if name.endswith("_ptr") else "fp32" if name.endswith("scale") else "i32"
+
+    signature = {name: kind(name) for name in kernel.arg_names}
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
+        attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(signature) if signature[name].startswith("*")},
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    usage = subprocess.run([str(tool), "-res-usage", str(cubin)], capture_output=True, text=True, check=True).stdout
+    return compiled.metadata.shared, int(re.search(r"STACK:(\d+)", usage)[1])
+
+
+# Stack frame bytes per thread, 0 meaning no spill: Triton 3.6 gives (144, 0, 0, 16, 584), 3.9 (200, 0, 32, 32, 1856).
+# The gradient kernel's 128-row tiles do not fit 255 registers.
+STACK_LIMIT = {"prep": 208, "score": 0, "forward": 32, "adjoint": 32, "gradient": 1920}
+
+
+@pytest.mark.parametrize(
+    "name", [*("score", "forward"), *(pytest.param(n, marks=pytest.mark.slow) for n in ("prep", "adjoint", "gradient"))]
+)
+def test_the_training_shape_fits_a_hopper_multiprocessor(name: str, tmp_path: Path) -> None:
+    shared, stack = compile_for_hopper(2, *specs(2, 128, 128)[name], tmp_path)
+    assert shared <= SHARED_LIMIT
+    assert stack <= STACK_LIMIT[name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["prep", "score", "forward", "adjoint", "gradient"])
+@pytest.mark.parametrize(("itemsize", "width"), [key for key in TABLE if key != (2, 128)])
+def test_every_pinned_configuration_compiles_for_hopper(name: str, itemsize: int, width: int, tmp_path: Path) -> None:
+    shared, _ = compile_for_hopper(itemsize, *specs(itemsize, width, width)[name], tmp_path)
+    assert shared <= SHARED_LIMIT
