@@ -27,7 +27,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ..lowerings.rounding import can_lower, rounded_op
+from ..lowerings.rounding import SHORT_SUMS, can_lower, is_short_sum, rounded_op
 from ..ops.gated_residual import reference as gated_residual
 from ..ops.grouped_rms_norm import reference as grouped_rms_norm
 from ..ops.validation import LOW_PRECISION
@@ -154,11 +154,13 @@ def _write_out(gm: torch.fx.GraphModule, node: torch.fx.Node, table: dict) -> li
 
 
 def _rounds(node: torch.fx.Node) -> bool:
-    """An element-wise node that has a BF16/FP16 tensor as result or operand and that the rounded lowering can serve."""
+    """An element-wise node (or a short sum, of streams say) with a BF16/FP16 result or operand, that can be lowered."""
     target = node.target
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
         return False
     elementwise = torch.Tag.pointwise in target.tags or target is prims.convert_element_type.default
+    if target in SHORT_SUMS and len(node.args) > 1 and not node.kwargs:
+        elementwise = is_short_sum(target, node.args[0].meta["val"].shape, node.args[1])
     if not elementwise or torch.Tag.nondeterministic_seeded in target.tags or not can_lower(target):
         return False
     return _is_low([n.meta.get("val") for n in (node, *node.all_input_nodes)])

@@ -8,19 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._inductor import ir
 from torch._inductor.lowering import lowerings, register_lowering
-from torch._inductor.virtualized import ops
 
-from ..ops.validation import LOW_PRECISION
-from .rounding import lower_as_eager, rounded
+from .rounding import lower_as_eager
 
 aten = torch.ops.aten
 prims = torch.ops.prims
 eager = lower_as_eager
-
-# Above this many streams the mean is left to Inductor's reduction, whose order on CUDA is a tree, not eager's.
-UNROLLED_STREAMS = 16
 
 
 def cast(x: Any, dtype: torch.dtype) -> Any:
@@ -41,29 +35,6 @@ def unsqueeze(x: Any, dim: int) -> Any:
     return lowerings[aten.unsqueeze.default](x, dim)
 
 
-def sum_streams(x: Any, scale: bool) -> Any:
-    """Sum (or mean) over dim -2 in fp32 in stream order with one rounding; Inductor's own for fp32 tensors."""
-    *rows, streams, width = x.get_size()
-    op = aten.mean.dim if scale else aten.sum.dim_IntList
-    if x.get_dtype() not in LOW_PRECISION or streams > UNROLLED_STREAMS:
-        return rounded(lowerings[op](x, [-2]))
-    load, device = rounded(x).make_loader(), x.get_device()
-
-    def value(index: Any) -> Any:
-        # Starts from 0 as ATen does: streams that are all -0.0 sum to +0.0.
-        total = ops.constant(0.0, torch.float32)
-        for stream in range(int(streams)):
-            total = ops.add(total, load([*index[:-1], stream, index[-1]]))
-        if not scale:
-            return total
-        # ATen divides on the CPU and multiplies by the reciprocal on CUDA.
-        if device.type == "cpu":
-            return ops.truediv(total, ops.constant(float(streams), torch.float32))
-        return ops.mul(total, ops.constant(1.0 / float(streams), torch.float32))
-
-    return rounded(ir.Pointwise.create(device=device, dtype=x.get_dtype(), inner_fn=value, ranges=[*rows, width]))
-
-
 def lower_down(x: Any, streams: int) -> Any:
     return eager(aten.silu.default, eager(aten.div.Tensor, x, streams))
 
@@ -75,7 +46,7 @@ def lower_down_backward(dy: Any, x: Any, streams: int) -> Any:
 
 def lower_mix(up: Any, normed: Any, streams: int) -> Any:
     gate = split(eager(aten.sigmoid.default, up), streams)
-    return sum_streams(eager(aten.mul.Tensor, gate, split(normed, streams)), scale=True)
+    return eager(aten.mean.dim, eager(aten.mul.Tensor, gate, split(normed, streams)), [-2])
 
 
 def lower_mix_backward(dy: Any, up: Any, normed: Any, streams: int) -> tuple[Any, Any]:
@@ -97,8 +68,8 @@ def lower_inject_backward(dy: Any, hidden: Any, weights: Any) -> tuple[Any, Any]
     dinjection = split(dinjection, streams)
     to_hidden = eager(aten.mul.Tensor, dinjection, unsqueeze(weights, -1))
     to_weights = eager(aten.mul.Tensor, dinjection, unsqueeze(hidden, -2))
-    dhidden = cast(sum_streams(to_hidden, scale=False), hidden.get_dtype())
-    dweights = rounded(lowerings[aten.sum.dim_IntList](to_weights, [-1]))
+    dhidden = cast(eager(aten.sum.dim_IntList, to_hidden, [-2]), hidden.get_dtype())
+    dweights = eager(aten.sum.dim_IntList, to_weights, [-1])
     return dhidden, cast(dweights, weights.get_dtype())
 
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from oracles import gated_residual as oracle
 from oracles.gated_residual import mismatches
 from torch import nn
 from torch._inductor.utils import run_and_get_code
@@ -80,6 +81,19 @@ def test_without_the_norms_reduction_the_bits_are_those_of_eager_in_a_checkpoint
     for rows in (65, 17):
         part = x.detach()[:, :rows].requires_grad_()
         assert fractions(run(fn, [part], part), run(region, [part], part)) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_16_bit_code_has_the_bits_of_eager(dtype):
+    def fn(x, up, normed, hidden, weights):
+        return oracle.down(x, 4), oracle.mix(up, normed, 4), oracle.inject(hidden, normed, weights)
+
+    codes = [oracle.all_codes(dtype).roll(shift).reshape(64, 1024) for shift in (0, 7, 99)]
+    leaves = [*codes, *(torch.randn(64, width).to(dtype) for width in (256, 4))]
+    leaves = [leaf.clone().requires_grad_() for leaf in leaves]
+    *rest, dweights = fractions(run(compiled(fn, "eager"), leaves, *leaves), run(fn, leaves, *leaves))
+    assert rest == [0] * 7
+    assert dweights < 0.01  # 256 sums over the width
 
 
 def test_fast_has_the_bits_of_plain_inductor():

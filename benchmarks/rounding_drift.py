@@ -1,0 +1,165 @@
+"""Log-probability and gradient drift between eager and compiled BF16 code, by depth of a Qwen4-Exp text stack.
+
+    python benchmarks/rounding_drift.py [--depths 1 2 4 8 16 32 48] [--train-steps 200] [--device cuda --hidden 2560] \
+        [--csv drift.csv] [--plot drift.png]
+
+A policy-gradient trainer compares log-probabilities of an eager rollout with those of a compiled actor. For each depth
+the same weights run once in eager and once with every decoder layer compiled, on the same rows of real text, and the
+script reports what the trainer would see: the log-probability difference, the 99.9 % tail of the importance ratio
+exp(Δ log p), and the worst relative gradient difference of a parameter. All layers are linear attention; PLE sits in
+the second. Weights are random, or trained in eager for `--train-steps` optimiser steps.
+
+Every provider is a process of its own; the baselines never load `ple_gdn`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXT = ROOT / "examples" / "data" / "founding_documents.txt"
+PROVIDERS: dict[str, dict[str, Any]] = {
+    "inductor": {"backend": "inductor"},
+    "emulate_precision_casts": {"backend": "inductor", "options": {"emulate_precision_casts": True}},
+    "ple_gdn eager": {"backend": "ple_gdn"},
+    "ple_gdn eager_all": {"backend": "ple_gdn", "options": {"rounding": "eager_all"}},
+}
+MEASURES = ("logits differing", "logp max", "logp mean", "ratio 99.9 %", "worst gradient", "gradients differing")
+
+
+def rows_of_text(count: int, length: int, seed: int):
+    import torch
+
+    data = torch.tensor(list(TEXT.read_bytes()), dtype=torch.long)
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(0, len(data) - length, (count,), generator=generator)
+    return torch.stack([data[s : s + length] for s in starts.tolist()])
+
+
+def build(depth: int, hidden: int, device: str):
+    """A random FP32 stack of `depth` layers."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from hf import tiny
+
+    settings = {"hidden_size": hidden, "ple_embed_dim": hidden, "vocab_size": 264, "num_hidden_layers": depth}
+    settings |= {"eos_token_id": 256, "bos_token_id": 256, "pad_token_id": 256}
+    settings |= {"layer_types": [tiny.LINEAR] * depth, "ple_layer_ids": [2] if depth > 1 else []}
+    return tiny.build("qwen4_exp", **settings).to(device)
+
+
+def log_probs(model, ids):
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+    return logits, logits.float().log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+
+
+def train(model, steps: int, length: int, device: str) -> None:
+    import torch
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(steps):
+        optimizer.zero_grad()
+        (-log_probs(model, rows_of_text(4, length, step + 1).to(device))[1].mean()).backward()
+        optimizer.step()
+
+
+def evaluate(model, ids) -> tuple:
+    """Logits, log-probabilities and gradients of one step of -mean(log p)."""
+    model.zero_grad(set_to_none=True)
+    logits, logp = log_probs(model, ids)
+    (-logp.mean()).backward()
+    grads = {n: p.grad.float() for n, p in model.named_parameters() if p.grad is not None}
+    return logits.detach().float(), logp.detach(), grads
+
+
+def drift(provider: str, args: argparse.Namespace, depth: int) -> dict[str, float | str]:
+    import torch
+
+    torch.set_num_threads(args.threads)
+    model = build(depth, args.hidden, args.device)
+    train(model, args.train_steps, args.length, args.device)
+    model = model.bfloat16()
+    ids = rows_of_text(args.batch, args.length, 0).to(args.device)
+    logits, logp, grads = evaluate(model, ids)
+    for layer in model.model.layers:
+        layer.compile(fullgraph=True, **PROVIDERS[provider])
+    compiled_logits, compiled_logp, compiled_grads = evaluate(model, ids)
+    assert ("ple_gdn" in sys.modules) == provider.startswith("ple_gdn"), "the baseline process loaded ple_gdn"
+    difference = compiled_logp - logp
+    worst = max((((compiled_grads[n] - g).norm() / g.norm().clamp_min(1e-30)).item(), n) for n, g in grads.items())
+    differing = sum((compiled_grads[n] != g).sum().item() for n, g in grads.items())
+    return {
+        "logits differing": (compiled_logits != logits).float().mean().item(),
+        "logp max": difference.abs().max().item(),
+        "logp mean": difference.abs().mean().item(),
+        "ratio 99.9 %": difference.abs().flatten().quantile(0.999).exp().item(),
+        "worst gradient": worst[0],
+        "gradients differing": differing / sum(g.numel() for g in grads.values()),
+        "worst name": worst[1],
+    }
+
+
+def plot(path: str, table: list[dict[str, Any]]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4))
+    for axis, measure in zip(axes, ("logp max", "worst gradient"), strict=True):
+        for provider in dict.fromkeys(row["provider"] for row in table):
+            points = [(row["depth"], max(row[measure], 1e-8)) for row in table if row["provider"] == provider]
+            axis.plot(*zip(*points, strict=True), marker="o", label=provider)
+        axis.set(xlabel="layers", ylabel=f"{measure}, compiled against eager", xscale="log", yscale="log")
+        axis.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 48])
+    parser.add_argument("--providers", nargs="+", default=list(PROVIDERS), choices=list(PROVIDERS))
+    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--length", type=int, default=64)
+    parser.add_argument("--train-steps", type=int, default=0)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--csv")
+    parser.add_argument("--plot")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        for depth in args.depths:
+            print(json.dumps({"provider": args.worker, "depth": depth, **drift(args.worker, args, depth)}), flush=True)
+        return
+    table = []
+    passed = [a for a in sys.argv[1:] if a not in ("--csv", "--plot", args.csv, args.plot)]
+    print(f"{'provider':>24} {'depth':>5}", *(f"{m:>19}" for m in MEASURES), "worst parameter")
+    for provider in args.providers:
+        command = [sys.executable, __file__, *passed, "--worker", provider]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            for line in process.stdout:
+                table.append(json.loads(line))
+                row = table[-1]
+                cells = (f"{row[m]:>19.3g}" for m in MEASURES)
+                print(f"{provider:>24} {row['depth']:>5}", *cells, row["worst name"], flush=True)
+        if process.returncode:
+            raise SystemExit(f"provider {provider} failed")
+    if args.csv:
+        with open(args.csv, "w", newline="") as file:
+            writer = csv.DictWriter(file, ["provider", "depth", *MEASURES, "worst name"])
+            writer.writeheader()
+            writer.writerows(table)
+    if args.plot:
+        plot(args.plot, table)
+
+
+if __name__ == "__main__":
+    main()
