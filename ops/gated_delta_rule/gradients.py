@@ -158,6 +158,8 @@ def _column_phase(
             last = tl.load(table + 256 + 63)
             states *= (tl.exp(last - tl.load(table + 256 + rows)) * tl.load(table + rows))[None, :]
             through = tl.sum(states * kT.to(tl.float32), 0) * k_rstd
+            # The last row's share enters dG twice, with opposite signs: left out, or it would drown a decayed gradient.
+            through = tl.where(rows == valid - 1, 0.0, through)
             at_end = tl.exp(last) * overlap + tl.sum(through)
             total += states
             weighted = _weigh(scores, table, factor, k_rstd).to(dtype)
