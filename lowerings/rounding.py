@@ -155,6 +155,8 @@ def _eager_silu_backward(device: torch.device, dtype: torch.dtype) -> Values:
 
 # How eager computes one element of a 16-bit op from fp32 operands, before the final rounding, by device and dtype.
 # An op that is not listed is computed by Inductor's own lowering of it, whose fp32 formula is eager's.
+# Every code tried on an H200: add, mul, div, exp, sigmoid, silu and the two backwards have no exception, FP16 included.
+# tanh and rsqrt differ in 254 BF16 codes, which is the number of subnormals: Triton's libdevice flushes those to zero.
 EAGER_RULES: dict[torch._ops.OpOverload, Callable[[torch.device, torch.dtype], Values]] = {
     aten.sigmoid.default: _eager_sigmoid,
     aten.silu.default: _eager_silu,
