@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from ..register import register_op
@@ -69,8 +71,8 @@ def _gather(
     sizes = [0] * plan.world_size
     for rank, start, end in _order(plan):
         sizes[rank] += end - start
-    flat = rows.reshape(rows.shape[0], -1)
-    width = flat.shape[1]
+    width = math.prod(rows.shape[1:])  # not -1: a rank may own no rows
+    flat = rows.reshape(rows.shape[0], width)
     if plan.world_size == 1:
         shards = [flat]
     else:
@@ -79,7 +81,7 @@ def _gather(
         received = torch.ops._c10d_functional.all_to_all_single(
             outgoing, [n * width for n in sizes], [mine] * plan.world_size, group_name
         )
-        received = torch.ops._c10d_functional.wait_tensor(received).view(-1, width)
+        received = torch.ops._c10d_functional.wait_tensor(received).view(sum(sizes), width)
         shards = list(received.split(sizes))
     taken = [0] * plan.world_size
     out = flat.new_empty(total, width)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import traceback
 from datetime import timedelta
@@ -139,8 +140,8 @@ class _ConvCase:
 
 
 def check_short_convolutions(group, rank: int, world: int) -> None:
-    """9 and 3 rows of history, also where a history spans several ranks (shards of 4 tokens)."""
-    for bounds in (BOUNDS, [0, 3, 16]):
+    """9 and 3 rows of history, also where a history spans several ranks (shards of 4 tokens), and with empty shards."""
+    for bounds in (BOUNDS, [0, 3, 16], [0, 1, 2, 2]):
         case = _ConvCase(bounds)
         tokens, weights = case.run(lambda t: t, cu_seqlens=torch.tensor(bounds))
         for layout in LAYOUTS:
@@ -154,9 +155,10 @@ def check_short_convolutions(group, rank: int, world: int) -> None:
 
 
 def check_scatter_gather(group, rank: int, world: int) -> None:
-    pack = torch.arange(BOUNDS[-1] * 3.0).view(1, -1, 3)
-    for layout in LAYOUTS:
-        ctx = ple_gdn.build_kcp_context(ple_gdn.kcp_partition(BOUNDS, world, layout), group, rank, "cpu").prepare(H, HV)
+    # [0, 1, 2, 2]: ranks that own nothing; [0, 0]: nobody does.
+    for bounds, layout in itertools.product((BOUNDS, [0, 1, 2, 2], [0, 0]), LAYOUTS):
+        pack = torch.arange(bounds[-1] * 3.0).view(1, bounds[-1], 3)
+        ctx = ple_gdn.build_kcp_context(ple_gdn.kcp_partition(bounds, world, layout), group, rank, "cpu").prepare(H, HV)
         x = pack.clone().requires_grad_()
         mine = ple_gdn.kcp_scatter(x, ctx)
         assert torch.equal(ple_gdn.kcp_gather(mine, ctx), pack)
