@@ -44,6 +44,21 @@ def _in_differentiating_transform() -> bool:
 _in_differentiating_transform._dynamo_marked_constant = True
 
 
+def check_int(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+
+
+def check_number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
+
+
+def check_flag(name: str, value: object) -> None:
+    if not isinstance(value, (int, torch.SymBool)):
+        raise TypeError(f"{name}: expected True or False, got {type(value).__name__}")
+
+
 def check_rank(name: str, value: torch.Tensor, rank: int, layout: str) -> None:
     if value.dim() != rank:
         raise ValueError(f"{name}: expected {rank} dimensions {layout}, got shape {tuple(value.shape)}")

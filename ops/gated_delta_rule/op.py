@@ -10,7 +10,7 @@ from ..kcp.context import KcpContext
 from ..kcp.fronts import check_context, gated_delta_rule_over_ranks
 from ..register import register_op
 from ..triton_support import triton_ready
-from ..validation import check_tensor
+from ..validation import check_flag, check_number, check_tensor
 from ..varlen import Packing, unpack_cu_seqlens
 from . import reference
 from .checks import check_backward_inputs, check_inputs, check_modes
@@ -190,14 +190,18 @@ def _autograd(
 gated_delta_rule_op.register_autograd(_autograd, setup_context=_setup_context)
 
 
-def _check_front_options(save_mode: object, reuse_recompute_tapes: object, scale: object) -> None:
+def _check_front_options(
+    save_mode: object, reuse_recompute_tapes: object, scale: object, flags: dict[str, object]
+) -> None:
     """What the raw op cannot see: its strings and types differ from the front's."""
     if save_mode not in ("light", "full"):
         raise ValueError(f"save_mode: expected 'light' or 'full', got {save_mode!r}")
     if not (isinstance(reuse_recompute_tapes, bool) or reuse_recompute_tapes == "auto"):
         raise ValueError(f"reuse_recompute_tapes: expected True, False or 'auto', got {reuse_recompute_tapes!r}")
-    if isinstance(scale, torch.Tensor):
-        raise TypeError("scale: expected a float or None, got a torch.Tensor")
+    if scale is not None:
+        check_number("scale", scale)
+    for name, flag in flags.items():
+        check_flag(name, flag)
 
 
 def gated_delta_rule(
@@ -256,7 +260,8 @@ def gated_delta_rule(
     for name, tensor in (("initial_state", initial_state), ("workspace", workspace)):
         if tensor is not None:
             check_tensor(name, tensor)
-    _check_front_options(save_mode, reuse_recompute_tapes, scale)
+    flags = {"output_final_state": output_final_state, "use_qk_l2norm": use_qk_l2norm}
+    _check_front_options(save_mode, reuse_recompute_tapes, scale, flags)
     boundaries, chunk_offsets = unpack_cu_seqlens(cu_seqlens)
     differentiable = (q, k, v, g, beta) if initial_state is None else (q, k, v, g, beta, initial_state)
     wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in differentiable)

@@ -247,6 +247,10 @@ def _pack(
     if not (isinstance(reuse_recompute_tapes, bool) or reuse_recompute_tapes == "auto"):
         raise ValueError(f"reuse_recompute_tapes: expected True, False or 'auto', got {reuse_recompute_tapes!r}")
     if cp is not None:
+        if not hasattr(cp, "local_tokens"):
+            raise TypeError(f"cp: expected a KcpContext from build_kcp_context, got {type(cp).__name__}")
+        if cp.heads is None:
+            raise ValueError("cp: expected a prepared context; call ctx.prepare(H, HV) first")
         return cp.local_tokens, len(cp.plan.segments)
     if isinstance(cu_seqlens, Packing):
         cu_seqlens = cu_seqlens.cu_seqlens

@@ -12,13 +12,12 @@ import torch
 
 from ..register import register_op
 from ..triton_support import triton_ready
-from ..validation import FLOATS, check_device, check_dtype, check_shape, check_tensor
+from ..validation import FLOATS, check_device, check_dtype, check_int, check_shape, check_tensor
 from . import reference
 
 
 def _check_streams(streams: int) -> None:
-    if not isinstance(streams, int) or isinstance(streams, bool):
-        raise TypeError(f"streams: expected an int, got {type(streams).__name__}")
+    check_int("streams", streams)
     if streams < 2:
         raise ValueError(f"streams: expected at least 2 residual streams, got {streams}")
 
@@ -232,6 +231,7 @@ def gated_residual_down(x: torch.Tensor, streams: int) -> torch.Tensor:
         TypeError: x is not a plain float tensor, or streams is not an int.
     """
     check_tensor("x", x)
+    check_int("streams", streams)
     return torch.ops.ple_gdn.gated_residual_down(x, streams)
 
 
@@ -253,6 +253,7 @@ def gated_residual_mix(up: torch.Tensor, normed: torch.Tensor, streams: int) -> 
     """
     check_tensor("up", up)
     check_tensor("normed", normed)
+    check_int("streams", streams)
     return torch.ops.ple_gdn.gated_residual_mix(up, normed, streams)
 
 

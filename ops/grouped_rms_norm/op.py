@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from ..register import register_op
-from ..validation import FLOATS, check_device, check_dtype, check_shape, check_tensor
+from ..validation import FLOATS, check_device, check_dtype, check_int, check_number, check_shape, check_tensor
 from . import reference
 
 
@@ -17,8 +17,7 @@ def _check(x: torch.Tensor, weight: torch.Tensor, group_size: int, dy: torch.Ten
     check_dtype("weight", weight, FLOATS)
     if x.dim() < 1:
         raise ValueError("x: expected at least 1 dimension [.., W], got shape ()")
-    if not isinstance(group_size, int) or isinstance(group_size, bool):
-        raise TypeError(f"group_size: expected an int, got {type(group_size).__name__}")
+    check_int("group_size", group_size)
     if group_size < 1 or x.shape[-1] % group_size:
         raise ValueError(f"group_size: expected a positive divisor of x's width {x.shape[-1]}, got {group_size}")
     check_shape("weight", weight, (x.shape[-1],), "[W]")
@@ -92,4 +91,6 @@ def grouped_rms_norm(x: torch.Tensor, weight: torch.Tensor, *, group_size: int, 
     """
     check_tensor("x", x)
     check_tensor("weight", weight)
+    check_int("group_size", group_size)
+    check_number("eps", eps)
     return torch.ops.ple_gdn.grouped_rms_norm(x, weight, group_size=group_size, eps=eps)

@@ -148,5 +148,7 @@ def build_kcp_context(
     if sm_count is None:
         on_gpu = device.type == "cuda"
         sm_count = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else H200_SM_COUNT
+    if sm_count < 1:
+        raise ValueError(f"sm_count: expected at least 1, got {sm_count}")
     name = "" if group is None else group.group_name
     return KcpContext(part, rank, device, p_rule, exchange, sm_count, name)

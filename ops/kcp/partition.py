@@ -103,12 +103,14 @@ def _boundaries(cu_seqlens: torch.Tensor | Sequence[int]) -> tuple[int, ...]:
             )
         cu_seqlens = cu_seqlens.tolist()
     bounds = tuple(cu_seqlens)
-    if not all(isinstance(b, int) for b in bounds):
-        raise TypeError("cu_seqlens: expected integers")
+    for b in bounds:
+        if not isinstance(b, int):
+            raise TypeError(f"cu_seqlens: expected integers, got {b!r}")
     if not bounds or bounds[0] != 0:
         raise ValueError(f"cu_seqlens: expected to start at 0, got {list(bounds[:1])}")
-    if any(a > b for a, b in itertools.pairwise(bounds)):
-        raise ValueError("cu_seqlens: expected non-decreasing boundaries")
+    for a, b in itertools.pairwise(bounds):
+        if a > b:
+            raise ValueError(f"cu_seqlens: expected non-decreasing boundaries, got {a} then {b}")
     return bounds
 
 

@@ -26,7 +26,8 @@ def kcp_scatter(x: torch.Tensor, ctx: KcpContext, dim: int = 1) -> torch.Tensor:
     Raises:
         TypeError, ValueError: not a tensor, an unprepared context, `dim` of another length than the pack.
     """
-    _check(x, ctx, dim, ctx.part.total_tokens, "the pack's tokens")
+    _check_context(ctx)
+    _check(x, dim, ctx.part.total_tokens, "the pack's tokens")
     return x.index_select(dim, ctx.positions)
 
 
@@ -41,18 +42,22 @@ def kcp_gather(x: torch.Tensor, ctx: KcpContext, dim: int = 1) -> torch.Tensor:
     Raises:
         TypeError, ValueError: not a tensor, an unprepared context, `dim` of another length than the shard.
     """
-    _check(x, ctx, dim, ctx.local_tokens, "this rank's tokens")
+    _check_context(ctx)
+    _check(x, dim, ctx.local_tokens, "this rank's tokens")
     rows = x.movedim(dim, 0)
     pack = torch.ops.ple_gdn.kcp_gather(rows, ctx.table, ctx.positions, ctx.part.total_tokens, ctx.group_name)
     return pack.movedim(0, dim)
 
 
-def _check(x: torch.Tensor, ctx: KcpContext, dim: int, rows: int, what: str) -> None:
-    check_tensor("x", x)
+def _check_context(ctx: object) -> None:
     if not isinstance(ctx, KcpContext):
         raise TypeError(f"ctx: expected a KcpContext, got {type(ctx).__name__}")
     if ctx.heads is None:
         raise ValueError("ctx: expected a prepared context; call ctx.prepare(H, HV) first")
+
+
+def _check(x: torch.Tensor, dim: int, rows: int, what: str) -> None:
+    check_tensor("x", x)
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim: expected a dimension of x, which has {x.dim()}, got {dim}")
     if x.shape[dim] != rows:

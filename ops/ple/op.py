@@ -12,7 +12,16 @@ from ..kcp.context import KcpContext
 from ..kcp.fronts import HaloShard, check_context
 from ..register import register_op
 from ..triton_support import triton_ready
-from ..validation import FLOATS, check_device, check_dtype, check_rank, check_shape, check_tensor
+from ..validation import (
+    FLOATS,
+    check_device,
+    check_dtype,
+    check_int,
+    check_number,
+    check_rank,
+    check_shape,
+    check_tensor,
+)
 from ..varlen import Packing, check_packing, read_boundaries, unpack_cu_seqlens
 from .chunking import DEFAULT_WORKSPACE_BYTES
 
@@ -302,7 +311,7 @@ def ple_gate_conv(
         `[B, T, N*C]`, contiguous, hidden's dtype. Each gradient has its input's dtype.
 
     Raises:
-        TypeError: an argument is no plain tensor or has an unsupported dtype.
+        TypeError: an argument has an unsupported type or dtype.
         ValueError: a shape, device, `dilation`, `eps`, `workspace_bytes` or `cu_seqlens` value that does not fit.
     """
     tensors = {
@@ -318,6 +327,10 @@ def ple_gate_conv(
         check_tensor(name, tensor)
     if conv_mask is not None:
         check_tensor("conv_mask", conv_mask)
+    check_int("dilation", dilation)
+    check_number("eps", eps)
+    if workspace_bytes is not None:
+        check_int("workspace_bytes", workspace_bytes)
     boundaries, _ = unpack_cu_seqlens(cu_seqlens)
     if cp is not None:
         cp = check_context(cp, hidden.shape[1], hidden.shape[0], cu_seqlens)

@@ -212,6 +212,8 @@ def _bad_inputs() -> dict[str, tuple[type[Exception], str, dict]]:
         ),
         "cp": (TypeError, "cp: expected a KcpContext from build_kcp_context", {"cp": object()}),
         "misspelt": (TypeError, "use_l2norm", {"use_l2norm": True}),
+        "scale type": (TypeError, "scale: expected a number, got str", {"scale": "1"}),
+        "flag type": (TypeError, "use_qk_l2norm: expected True or False, got str", {"use_qk_l2norm": "yes"}),
         "not a tensor": (TypeError, "q: expected a torch.Tensor, got list", {"q": [1.0]}),
     }
 

@@ -160,6 +160,7 @@ def test_saved_bytes_of_a_shard_count_its_segments(save_mode: str) -> None:
         ({"save_mode": "none"}, ValueError, "save_mode: expected 'light' or 'full'"),
         ({"reuse_recompute_tapes": "yes"}, ValueError, "reuse_recompute_tapes: expected"),
         ({"cu_seqlens": torch.tensor([1, 5])}, ValueError, "cu_seqlens: expected the first entry to be 0"),
+        ({"cp": 3}, TypeError, "cp: expected a KcpContext from build_kcp_context, got int"),
         ({"cu_seqlens": [0, 5]}, TypeError, "cu_seqlens: expected a torch.Tensor"),
     ],
 )

@@ -110,6 +110,7 @@ def test_double_backward_raises():
     [
         (torch.zeros(2, 8), torch.zeros(8), 3, ValueError, "group_size: expected a positive divisor"),
         (torch.zeros(2, 8), torch.zeros(8), 0, ValueError, "group_size: expected a positive divisor"),
+        (torch.zeros(2, 8), torch.zeros(8), 4.0, TypeError, "group_size: expected an int, got float"),
         (torch.zeros(2, 8), torch.zeros(4), 4, ValueError, "weight: expected shape"),
         (torch.zeros(2, 8), torch.zeros(1, 8), 4, ValueError, "weight: expected shape"),
         (torch.zeros(()), torch.zeros(8), 4, ValueError, "x: expected at least 1 dimension"),

@@ -66,8 +66,8 @@ def test_touching_blocks_of_one_document_merge_on_the_middle_rank():
     [
         ([1, 3], ValueError, "start at 0"),
         ([], ValueError, "start at 0"),
-        ([0, 5, 3], ValueError, "non-decreasing"),
-        ([0, 1.5], TypeError, "integers"),
+        ([0, 5, 3], ValueError, "non-decreasing boundaries, got 5 then 3"),
+        ([0, 1.5], TypeError, "integers, got 1.5"),
         (torch.tensor([0.0, 3.0]), TypeError, "int32 or int64"),
         (torch.tensor([[0, 3]]), TypeError, "1-D"),
     ],

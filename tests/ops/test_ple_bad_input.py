@@ -45,9 +45,18 @@ BAD = {
         (lambda x: x.repeat(1, 1, 3), ValueError, r"conv_weight: expected a kernel of 1 to 8 taps, got 12"),
         (lambda x: x[1:], ValueError, r"conv_weight: expected shape"),
     ],
-    "dilation": [(lambda _: 0, ValueError, r"dilation: expected at least 1, got 0")],
-    "eps": [(lambda _: 0.0, ValueError, r"eps: expected a positive number, got 0")],
-    "workspace_bytes": [(lambda _: 0, ValueError, r"workspace_bytes: expected None or a positive")],
+    "dilation": [
+        (lambda _: 0, ValueError, r"dilation: expected at least 1, got 0"),
+        (lambda _: 1.5, TypeError, r"dilation: expected an int, got float"),
+    ],
+    "eps": [
+        (lambda _: 0.0, ValueError, r"eps: expected a positive number, got 0"),
+        (lambda _: "small", TypeError, r"eps: expected a number, got str"),
+    ],
+    "workspace_bytes": [
+        (lambda _: 0, ValueError, r"workspace_bytes: expected None or a positive"),
+        (lambda _: 1e6, TypeError, r"workspace_bytes: expected an int, got float"),
+    ],
     "cp": [(lambda _: object(), TypeError, r"cp: expected a KcpContext")],
     "cu_seqlens": [
         (lambda _: torch.tensor([0, 4, 3, 6]), ValueError, r"cu_seqlens: expected non-decreasing"),
