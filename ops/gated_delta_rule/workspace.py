@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..validation import FLOATS, check_tensor
+from ..validation import FLOATS, check_int, check_tensor
 from ..varlen import CHUNK, Packing, check_index_vector, read_boundaries
 from .arena import ALIGNMENT
 from .checks import WIDTHS
@@ -235,6 +235,8 @@ def _pack(
     cp: KcpContext | None,
 ) -> tuple[int, int]:
     """Checks the arguments; returns tokens and documents."""
+    for name, size in (("H", H), ("HV", HV), ("K", K), ("V", V)):
+        check_int(name, size)
     for name, width in (("K", K), ("V", V)):
         if width not in WIDTHS:
             raise ValueError(f"{name}: expected a head width of 16 to 256 in steps of 16, got {width}")

@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 
-from .partition import CHUNK, Partition
+from .partition import CHUNK, Partition, check_partition
 from .plan import RankPlan, decode_plan, encode_plan, needs_map
 from .planner import H200_SM_COUNT, P_RULES, kcp_plan_row
 from .upload import upload_tables
@@ -129,11 +129,12 @@ def build_kcp_context(
         sm_count: multiprocessors the plan reckons with; must be equal on every rank. Default: the device's, 132 on CPU.
 
     Raises:
-        TypeError: part is not a Partition.
+        TypeError: part is not a Partition, group not a process group.
         ValueError: rank or group size that does not fit the partition, an unknown rule or exchange.
     """
-    if not isinstance(part, Partition):
-        raise TypeError(f"part: expected the result of kcp_partition, got {type(part).__name__}")
+    check_partition(part)
+    if not (group is None or hasattr(group, "group_name")):
+        raise TypeError(f"group: expected a torch.distributed.ProcessGroup or None, got {type(group).__name__}")
     if not 0 <= rank < part.world_size:
         raise ValueError(f"rank: expected 0 <= rank < {part.world_size}, got {rank}")
     size = 1 if group is None else group.size()

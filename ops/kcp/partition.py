@@ -94,6 +94,11 @@ def kcp_partition(cu_seqlens: torch.Tensor | Sequence[int], world_size: int, lay
     return Partition(bounds, world_size, layout, tuple(_fragments(bounds, world_size, layout)))
 
 
+def check_partition(part: object) -> None:
+    if not isinstance(part, Partition):
+        raise TypeError(f"part: expected the result of kcp_partition, got {type(part).__name__}")
+
+
 def _boundaries(cu_seqlens: torch.Tensor | Sequence[int]) -> tuple[int, ...]:
     if isinstance(cu_seqlens, torch.Tensor):
         if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
@@ -102,6 +107,8 @@ def _boundaries(cu_seqlens: torch.Tensor | Sequence[int]) -> tuple[int, ...]:
                 f"{tuple(cu_seqlens.shape)}"
             )
         cu_seqlens = cu_seqlens.tolist()
+    elif not isinstance(cu_seqlens, Sequence):
+        raise TypeError(f"cu_seqlens: expected a tensor or a sequence of integers, got {type(cu_seqlens).__name__}")
     bounds = tuple(cu_seqlens)
     for b in bounds:
         if not isinstance(b, int):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from .partition import Fragment, Partition
+from .partition import Fragment, Partition, check_partition
 
 SUMMARY_WEIGHT, TAPE_WEIGHT = 5, 3
 MAX_SEGMENTS = 24  # more segments only lengthen the serial fold, about 2.5 us each
@@ -162,7 +162,7 @@ def kcp_plan_row(part: Partition, HV: int, *, sm_count: int, p_rule: str = "row_
     Raises:
         ValueError: HV or sm_count below 1, an unknown rule.
     """
-    _check_counts(HV, sm_count)
+    _check_counts(part, HV, sm_count)
     if p_rule not in P_RULES:
         raise ValueError(f"p_rule: expected one of {', '.join(P_RULES)}, got {p_rule!r}")
     ranks = [RankJobs(fragments) for fragments in part.by_rank]
@@ -179,7 +179,7 @@ def kcp_plan(part: Partition, rank: int, HV: int, *, sm_count: int = H200_SM_COU
     Raises:
         ValueError: a row rule (use `kcp_plan_row`), an unknown rule, a rank outside the partition, counts below 1.
     """
-    _check_counts(HV, sm_count)
+    _check_counts(part, HV, sm_count)
     if p_rule in ROW_RULES:
         raise ValueError(f"p_rule: {p_rule!r} compares all ranks; use kcp_plan_row, or one of {', '.join(PROGRAMS)}")
     if p_rule not in PROGRAMS:
@@ -189,7 +189,8 @@ def kcp_plan(part: Partition, rank: int, HV: int, *, sm_count: int = H200_SM_COU
     return PROGRAMS[p_rule](RankJobs(part.by_rank[rank]), HV, sm_count)
 
 
-def _check_counts(HV: int, sm_count: int) -> None:
+def _check_counts(part: object, HV: int, sm_count: int) -> None:
+    check_partition(part)
     for name, value in (("HV", HV), ("sm_count", sm_count)):
         if value < 1:
             raise ValueError(f"{name}: expected at least 1, got {value}")

@@ -155,6 +155,7 @@ def test_saved_bytes_of_a_shard_count_its_segments(save_mode: str) -> None:
     ("change", "error", "message"),
     [
         ({"H": 2}, ValueError, "HV: expected a positive multiple of H = 2, got 3"),
+        ({"H": 1.0}, TypeError, "H: expected an int, got float"),
         ({"K": 24}, ValueError, "K: expected a head width"),
         ({"dtype": torch.int8}, TypeError, "dtype: expected"),
         ({"save_mode": "none"}, ValueError, "save_mode: expected 'light' or 'full'"),

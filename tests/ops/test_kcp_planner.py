@@ -67,6 +67,7 @@ def test_touching_blocks_of_one_document_merge_on_the_middle_rank():
         ([1, 3], ValueError, "start at 0"),
         ([], ValueError, "start at 0"),
         ([0, 5, 3], ValueError, "non-decreasing boundaries, got 5 then 3"),
+        (None, TypeError, "sequence of integers, got NoneType"),
         ([0, 1.5], TypeError, "integers, got 1.5"),
         (torch.tensor([0.0, 3.0]), TypeError, "int32 or int64"),
         (torch.tensor([[0, 3]]), TypeError, "1-D"),
@@ -89,6 +90,8 @@ def test_bad_world_layout_and_rules_are_named():
         kcp_plan_row(part, 6, sm_count=132, p_rule="best")
     with pytest.raises(ValueError, match="rank: expected"):
         kcp_plan(part, 2, 6)
+    with pytest.raises(TypeError, match="part: expected the result of kcp_partition, got list"):
+        kcp_plan_row([0, 4], 6, sm_count=132)
 
 
 @pytest.mark.parametrize("chunks", [0, 1, 5, 64, 4096])
