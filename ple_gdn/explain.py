@@ -161,6 +161,8 @@ def _trace(
 
     with uncompiled(fn) as plain, untouched(plain, args, kwargs) as guarded:
         tracer = _Tracer(options, guarded)
-        with forgotten(tracer):
+        # As the first compile of a process sees it: Dynamo remembers the sizes and numbers of earlier traces of the
+        # same code, and would make those that differ symbolic, so that the text would depend on what ran before.
+        with forgotten(tracer), torch._dynamo.config.patch(automatic_dynamic_shapes=False):
             torch.compile(plain, backend=tracer, **compile_arguments_of_a_trace())(*args, **kwargs)
     return tracer

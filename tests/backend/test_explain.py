@@ -386,3 +386,12 @@ def test_traced_graphs_are_freed():
     ple_gdn.explain(model, torch.ones(2, requires_grad=True))
     gc.collect()
     assert sum(issubclass(type(o), torch.fx.GraphModule) for o in gc.get_objects()) == before
+
+
+def test_a_trace_does_not_depend_on_earlier_ones() -> None:
+    def scaled(x, divisor):
+        return torch.nn.functional.silu(x / divisor)
+
+    ple_gdn.capture_graphs(scaled, torch.randn(2, 8), 8)
+    (text,) = ple_gdn.capture_graphs(scaled, torch.randn(3, 8), 4).pre_grad
+    assert "gated_residual_down: f32[3, 8] = ple_gdn.gated_residual_down.default(l_x_, 4)" in text
