@@ -101,7 +101,7 @@ class Compilation:
             )
         except Exception as error:
             control_flow = isinstance(error, TorchDynamoException) and not isinstance(error, BackendCompilerFailed)
-            if control_flow or not self.records.rewrites:
+            if control_flow:
                 raise
             failure = error
         for module, snapshot in originals:

@@ -75,7 +75,7 @@ def traced(model: torch.nn.Module, **options):
     return graphs.forward[0], graphs.backward[0], report.tapes
 
 
-@pytest.mark.parametrize("layers", [1, 2, 4])
+@pytest.mark.parametrize("layers", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 def test_a_region_with_later_savers_replays_and_reruns_only_the_output(layers):
     forward, backward, tapes = traced(Stack(closing=False, layers=layers))
     assert [t.verdict for t in tapes] == ["replay"] * layers
@@ -87,7 +87,7 @@ def test_a_region_with_later_savers_replays_and_reruns_only_the_output(layers):
     assert count(backward, "gated_delta_rule_backward") == layers
 
 
-@pytest.mark.parametrize("layers", [1, 2, 4])
+@pytest.mark.parametrize("layers", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 def test_a_region_closed_by_the_rule_hands_off_beside_the_reader_without_rerunning_the_output(layers):
     forward, backward, tapes = traced(Stack(closing=True, layers=layers))
     assert [t.verdict for t in tapes] == ["hand-off"] * layers
@@ -154,11 +154,10 @@ def gradients(model: torch.nn.Module, backend: str | None, options: dict | None 
 
 @pytest.mark.parametrize("closing", [False, True])
 def test_all_forms_give_the_same_gradient_bits(closing):
-    compiled = [gradients(Stack(closing, 2, reuse=reuse), "ple_gdn") for reuse in (True, False, "auto")]
+    compiled = [gradients(Stack(closing, 1, reuse=reuse), "ple_gdn") for reuse in (not closing, "auto")]
     forms = ((True, "full"), (False, "light"))
-    eager = [gradients(Stack(closing, 2, reuse=reuse, save_mode=mode), None) for reuse, mode in forms]
-    for other in compiled[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(compiled[0], other, strict=True))
+    eager = [gradients(Stack(closing, 1, reuse=reuse, save_mode=mode), None) for reuse, mode in forms]
+    assert all(torch.equal(a, b) for a, b in zip(*compiled, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(*eager, strict=True))
     for a, b in zip(compiled[0], eager[0], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
