@@ -226,7 +226,12 @@ graph main(
     l_x_: bf16[2, 5, 32],
     l_weight_: bf16[32],
 ):
-    grouped_rms_norm: bf16[2, 5, 32] = ple_gdn.grouped_rms_norm.default(l_x_, l_weight_, group_size=8, eps=1e-06)
+    grouped_rms_norm: bf16[2, 5, 32] = ple_gdn.grouped_rms_norm.default(
+        l_x_,
+        l_weight_,
+        group_size=8,
+        eps=1e-06,
+    )
     return (grouped_rms_norm,)
 """,
     )
