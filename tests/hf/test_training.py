@@ -11,7 +11,7 @@ import ple_gdn
 from hf import tiny
 from hf.capture import Capture, fresh
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 # Code generation of one tiny layer takes seconds; `slow` runs the whole table.
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -26,6 +26,9 @@ def train(how: str, dtype: torch.dtype, checkpoint: bool, family: str = "qwen4_e
     """One step in eager and one compiled, from the same parameters: close logits, and gradients within the bar."""
     overrides = settings.pop("overrides", {})
     model, ids = tiny.build(family, dtype, **overrides), tiny.tokens(2, 72)
+    if dtype == FP32 and tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 20):
+        # The backward of their float32 stand-in for a grouped matmul branches on data: no backend compiles it.
+        model.set_experts_implementation("batched_mm")
     logits, grads = tiny.step(model, ids)
     if checkpoint:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
