@@ -135,3 +135,12 @@ def test_a_gpu_older_than_sm80_is_refused_by_name(monkeypatch):
     with pytest.raises(RuntimeError, match=r"compute capability >= 8.0, Tesla T4 has 7.5"):
         triton_support.triton_ready(torch.device("cuda", 0))
     triton_support._check_capability.cache_clear()
+
+
+def test_stats_carry_no_gradient_and_double_backward_is_refused():
+    tensors = ple_inputs(1, 9, 2, 8, 4, requires_grad=True)
+    out, stats = FORWARD(*tensors, dilation=3)
+    assert not stats.requires_grad
+    (grad,) = torch.autograd.grad(out.square().sum(), tensors[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="ple_gate_conv_backward"):
+        grad.sum().backward()
