@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
 
-from .partition import CHUNK, Partition, check_partition
+from .partition import CHUNK, Fragment, Partition, check_partition
 from .plan import RankPlan, decode_plan, encode_plan, needs_map
 from .planner import H200_SM_COUNT, P_RULES, kcp_plan_row
 from .upload import upload_tables
@@ -18,6 +19,17 @@ EXCHANGES = ("ring", "all_to_all")
 
 def _no_table() -> torch.Tensor:
     return torch.empty(0, dtype=torch.int64)
+
+
+def _shifts(fragments: Sequence[Fragment]) -> tuple[list[int], list[int]]:
+    """Runs of local tokens at one distance from their global position: local starts (and the end), distances."""
+    starts, shifts, local = [], [], 0
+    for f in fragments:
+        if not shifts or f.start - local != shifts[-1]:
+            starts.append(local)
+            shifts.append(f.start - local)
+        local += f.end - f.start
+    return [*starts, local], shifts
 
 
 @dataclass
@@ -68,23 +80,22 @@ class KcpContext:
             row = kcp_plan_row(self.part, HV, sm_count=self.sm_count, p_rule=self.p_rule)
         self.table = encode_plan(self.part, self.rank, row)
         segments = self.plan.segments
-        bounds = [0, *(s.end for s in segments)]
-        chunks = list(accumulate((-((s.start - s.end) // CHUNK) for s in segments), initial=0))
-        runs = self.part.by_rank[self.rank]
-        starts = self.part.local_cu_seqlens(self.rank)
+        starts, shifts = _shifts(self.part.by_rank[self.rank])
         columns = {
-            "segments": bounds,
-            "chunk_offsets": chunks,
-            "fragments": starts,
-            "lengths": [f.end - f.start for f in runs],
-            "shifts": [f.start - start for f, start in zip(runs, starts, strict=False)],
+            "segments": [0, *(s.end for s in segments)],
+            "chunk_offsets": list(accumulate((-((s.start - s.end) // CHUNK) for s in segments), initial=0)),
+            "fragments": self.part.local_cu_seqlens(self.rank),
+            "lengths": [b - a for a, b in pairwise(starts)],
+            "shifts": shifts,
         }
         tables = upload_tables({name: (torch.int64, values) for name, values in columns.items()}, self.device)
         self.segments, self.chunk_offsets = tables["segments"], tables["chunk_offsets"]
         self.fragments = tables["fragments"]
-        # output_size given, so repeat_interleave does not ask the device for the sum
-        shifts = torch.repeat_interleave(tables["shifts"], tables["lengths"], output_size=starts[-1])
-        self.positions = torch.arange(starts[-1], device=self.device) + shifts
+        if len(shifts) <= 1:
+            self.positions = torch.arange(sum(shifts), sum(shifts) + starts[-1], device=self.device)
+        else:  # output_size given, so repeat_interleave does not ask the device for the sum
+            shift = torch.repeat_interleave(tables["shifts"], tables["lengths"], output_size=starts[-1])
+            self.positions = shift.add_(torch.arange(starts[-1], device=self.device))
         self.pack = torch.tensor(self.part.cu_seqlens, dtype=torch.int64)
         self.map_rows = torch.zeros(sum(needs_map(s) for s in segments), dtype=torch.int64)
         self.heads = (H, HV)

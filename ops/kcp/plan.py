@@ -6,10 +6,13 @@ compiled graph takes a new pack without recompiling; the ops parse it once per c
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 
@@ -20,8 +23,7 @@ _HEADER = 4  # rank, world_size, documents, fragments
 _COLUMNS = 4  # rank, document, start, end
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """A run of whole chunks of one local fragment; `start`, `end` are local positions on the rank."""
 
     fragment: int  # index into RankPlan.fragments
@@ -36,9 +38,12 @@ def needs_map(s: Segment) -> bool:
     return not s.first and not s.last
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RankPlan:
-    """Everything one rank does. `chains[d]` lists the global fragment indices of document d in order."""
+    """Everything one rank does. `chains[d]` lists the global fragment indices of document d in order.
+
+    Compared by identity: equal tables give the same object (`decode_plan`).
+    """
 
     rank: int
     world_size: int
@@ -61,20 +66,20 @@ class RankPlan:
         for i, f in enumerate(self.fragments):
             if f.rank != self.rank:
                 continue
-            position, lengths = offset, segment_lengths(f.num_chunks, self.row[self.rank])
-            for j, chunks in enumerate(lengths):
-                end = min(position + chunks * CHUNK, offset + f.end - f.start)
-                first = j == 0 and not f.has_pred
-                last = j == len(lengths) - 1 and not f.has_succ
-                out.append(Segment(i, position, end, first, last))
+            stop, position = offset + f.end - f.start, offset
+            lengths = segment_lengths(f.num_chunks, self.row[self.rank])
+            for chunks in lengths[:-1]:
+                end = position + chunks * CHUNK
+                out.append(Segment(i, position, end, position == offset and not f.has_pred, False))
                 position = end
-            offset += f.end - f.start
+            out.append(Segment(i, position, stop, position == offset and not f.has_pred, not f.has_succ))
+            offset = stop
         return tuple(out)
 
     @cached_property
     def hops(self) -> int:
         """Links of the longest chain: every rank takes part in that many ring steps."""
-        return max((len(chain) - 1 for chain in self.chains), default=0)
+        return max((len(links) - 1 for links in self.chains), default=0)
 
     @property
     def crosses(self) -> bool:
@@ -83,10 +88,11 @@ class RankPlan:
 
 def encode_plan(part: Partition, rank: int, row: Sequence[int]) -> torch.Tensor:
     """The int64 CPU tensor `decode_plan` reads: header, P of every rank, then (rank, document, start, end) rows."""
-    flat = [rank, part.world_size, len(part.cu_seqlens) - 1, len(part.fragments), *row]
-    for fragment in part.fragments:
-        flat += fragment[:_COLUMNS]
-    return torch.tensor(flat, dtype=torch.int64)
+    flat = array("q", (rank, part.world_size, len(part.cu_seqlens) - 1, len(part.fragments), *row))
+    flat.extend(chain.from_iterable(fragment[:_COLUMNS] for fragment in part.fragments))
+    table = torch.frombuffer(flat, dtype=torch.int64)
+    _keep(flat.tobytes(), RankPlan(rank, part.world_size, len(part.cu_seqlens) - 1, tuple(row), part.fragments))
+    return table
 
 
 # Parsed plans by content, newest last: a step parses its plan once for all layers, forward and backward.
@@ -98,11 +104,14 @@ def decode_plan(table: torch.Tensor) -> RankPlan:
     """The plan written in `table` (from `encode_plan`), cached by content and never by tensor identity."""
     key = table.numpy().tobytes()
     plan = _PARSED.get(key)
-    if plan is None:
-        plan = _parse(table.tolist())
-        _PARSED[key] = plan
-        while len(_PARSED) > _PARSED_LIMIT:
-            _PARSED.popitem(last=False)
+    return _keep(key, _parse(table.tolist()) if plan is None else plan)
+
+
+def _keep(key: bytes, plan: RankPlan) -> RankPlan:
+    _PARSED[key] = plan
+    _PARSED.move_to_end(key)
+    while len(_PARSED) > _PARSED_LIMIT:
+        _PARSED.popitem(last=False)
     return plan
 
 

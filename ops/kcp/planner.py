@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 from .partition import Fragment, Partition, check_partition
 
@@ -26,10 +27,16 @@ class RankJobs:
 
     def __init__(self, fragments: Sequence[Fragment]) -> None:
         self.num_fragments = len(fragments)
-        self.kinds = Counter((f.num_chunks, f.has_pred or f.has_succ) for f in fragments)
+        self.kinds = Counter([(chunks, pred or succ) for _, _, _, _, chunks, pred, succ in fragments])
         self.max_chunks = max((nc for nc, _ in self.kinds), default=0)
         self.max_segments = max(1, min(MAX_SEGMENTS, self.max_chunks // MIN_SEGMENT_CHUNKS))
         self._walks: dict[tuple[int, int, int], int] = {}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RankJobs) and self.kinds == other.kinds
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self.kinds.items()))
 
     def num_segments(self, P: int) -> int:
         return sum(count * min(P, nc) for (nc, _), count in self.kinds.items())
@@ -60,6 +67,8 @@ class RankJobs:
 def segment_lengths(num_chunks: int, P: int) -> list[int]:
     """Chunks of each segment: the difference of consecutive floor(nc * i / p), p = min(P, nc) but at least 1."""
     p = max(1, min(P, num_chunks))
+    if p == 1:
+        return [num_chunks]
     return [num_chunks * (i + 1) // p - num_chunks * i // p for i in range(p)]
 
 
@@ -79,7 +88,8 @@ def lpt_makespan(jobs: Mapping[int, int], machines: int) -> int:
         loads[sizes[0] * (rounds + 1)] = left
     for size in sizes[1:]:
         count = jobs[size]
-        low, high = min(loads), max(loads) + size * (-(-count // machines) + 1)
+        # no level above the mean load: reaching it takes at least (level - load) / size jobs on every machine
+        low, high = min(loads), (size * count + sum(load * c for load, c in loads.items())) // machines
         while low < high:
             level = (low + high + 1) // 2
             if sum(c * -((load - level) // size) for load, c in loads.items() if load < level) <= count:
@@ -165,12 +175,18 @@ def kcp_plan_row(part: Partition, HV: int, *, sm_count: int, p_rule: str = "row_
     _check_counts(part, HV, sm_count)
     if p_rule not in P_RULES:
         raise ValueError(f"p_rule: expected one of {', '.join(P_RULES)}, got {p_rule!r}")
-    ranks = [RankJobs(fragments) for fragments in part.by_rank]
+    return list(_plan_row(part, HV, sm_count, p_rule))
+
+
+@lru_cache(maxsize=16)
+def _plan_row(part: Partition, HV: int, sm_count: int, p_rule: str) -> tuple[int, ...]:
+    alike: dict[RankJobs, RankJobs] = {}  # ranks with equal jobs share one, and with it the walks worked out
+    ranks = [alike.setdefault(jobs, jobs) for jobs in map(RankJobs, part.by_rank)]
     if p_rule == "row_cost":
-        return _row_cost(ranks, HV, sm_count)
+        return tuple(_row_cost(ranks, HV, sm_count))
     if p_rule == "row_cost_lpt":
-        return _row_cost_lpt(ranks, HV, sm_count)
-    return [PROGRAMS[p_rule](rank, HV, sm_count) for rank in ranks]
+        return tuple(_row_cost_lpt(ranks, HV, sm_count))
+    return tuple(PROGRAMS[p_rule](rank, HV, sm_count) for rank in ranks)
 
 
 def kcp_plan(part: Partition, rank: int, HV: int, *, sm_count: int = H200_SM_COUNT, p_rule: str = "wave_fill1") -> int:

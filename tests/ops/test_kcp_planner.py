@@ -44,9 +44,9 @@ def test_multiset_lpt_equals_job_by_job_greedy_on_1000_random_instances():
 def test_every_token_is_owned_exactly_once(layout, world, bounds):
     part = kcp_partition(bounds, world, layout)
     owned = torch.cat([part.positions(rank) for rank in range(world)])
-    assert torch.equal(owned.sort().values, torch.arange(bounds[-1]))
+    assert torch.equal(torch.bincount(owned, minlength=bounds[-1]), torch.ones(bounds[-1], dtype=torch.int64))
     for rank in range(world):
-        assert torch.equal(part.positions(rank), part.positions(rank).sort().values)
+        assert bool((part.positions(rank).diff() > 0).all())
         assert part.local_cu_seqlens(rank)[-1] == part.local_tokens(rank)
         for f in part.by_rank[rank]:
             first, last = bounds[f.document], bounds[f.document + 1]
