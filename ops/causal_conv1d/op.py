@@ -177,7 +177,7 @@ def causal_conv1d(
         check_tensor("bias", bias)
     boundaries, _ = unpack_cu_seqlens(cu_seqlens)
     if cp is not None:
-        shard = HaloShard(check_context(cp, x.shape[1], x.shape[0], cu_seqlens), weight.shape[-1] - 1)
+        shard = HaloShard(check_context(cp, "x", x, cu_seqlens), weight.shape[-1] - 1)
         y = causal_conv1d(shard.extend(x), weight, bias, activation=activation, cu_seqlens=shard.cu_seqlens)
         return shard.drop(y)
     return torch.ops.ple_gdn.causal_conv1d(x, weight, bias, boundaries, activation=activation)

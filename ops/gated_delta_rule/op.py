@@ -270,7 +270,7 @@ def gated_delta_rule(
             raise ValueError("workspace: expected None with cp=, whose ops allocate their own temporaries")
         o, final_state = gated_delta_rule_over_ranks(
             *(q, k, v, g, beta),
-            check_context(cp, q.shape[1], q.shape[0], cu_seqlens),
+            check_context(cp, "q", q, cu_seqlens),
             scale=scale,
             initial_state=initial_state,
             output_final_state=output_final_state,

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 import torch
 import torch.distributed as dist
 
-from .partition import CHUNK, Fragment, Partition, check_partition
+from .partition import CHUNK, Fragment, Partition, check_count, check_partition, check_rank
 from .plan import RankPlan, decode_plan, encode_plan, needs_map
 from .planner import H200_SM_COUNT, P_RULES, kcp_plan_row
 from .upload import upload_tables
@@ -68,9 +68,12 @@ class KcpContext:
         """Chooses P for (H, HV) heads and uploads the tables; no synchronising CUDA call. Returns the context.
 
         Raises:
-            ValueError: HV not a positive multiple of H.
+            TypeError: H or HV not an int.
+            ValueError: a count below 1, HV not a positive multiple of H.
         """
-        if H < 1 or HV < 1 or HV % H:
+        check_count("H", H)
+        check_count("HV", HV)
+        if HV % H:
             raise ValueError(f"HV: expected a positive multiple of H = {H}, got {HV}")
         if self.heads == (H, HV):
             return self
@@ -140,14 +143,14 @@ def build_kcp_context(
         sm_count: multiprocessors the plan reckons with; must be equal on every rank. Default: the device's, 132 on CPU.
 
     Raises:
-        TypeError: part is not a Partition, group not a process group.
-        ValueError: rank or group size that does not fit the partition, an unknown rule or exchange.
+        TypeError: part is not a Partition, group not a process group, rank or sm_count not an int, device neither a
+            torch.device nor a name.
+        ValueError: rank or group size that does not fit the partition, an unknown rule, exchange or device.
     """
     check_partition(part)
     if not (group is None or hasattr(group, "group_name")):
         raise TypeError(f"group: expected a torch.distributed.ProcessGroup or None, got {type(group).__name__}")
-    if not 0 <= rank < part.world_size:
-        raise ValueError(f"rank: expected 0 <= rank < {part.world_size}, got {rank}")
+    check_rank(rank, part)
     size = 1 if group is None else group.size()
     if size != part.world_size:
         raise ValueError(f"group: expected {part.world_size} ranks as in the partition, got {size}")
@@ -156,11 +159,19 @@ def build_kcp_context(
     fixed = isinstance(p_rule, int) and not isinstance(p_rule, bool) and p_rule >= 1
     if not fixed and p_rule not in P_RULES:
         raise ValueError(f"p_rule: expected one of {', '.join(P_RULES)} or a positive number, got {p_rule!r}")
-    device = torch.device(device)
+    device = _device(device)
     if sm_count is None:
         on_gpu = device.type == "cuda"
         sm_count = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else H200_SM_COUNT
-    if sm_count < 1:
-        raise ValueError(f"sm_count: expected at least 1, got {sm_count}")
+    check_count("sm_count", sm_count)
     name = "" if group is None else group.group_name
     return KcpContext(part, rank, device, p_rule, exchange, sm_count, name)
+
+
+def _device(device: object) -> torch.device:
+    if not isinstance(device, (torch.device, str, int)) or isinstance(device, bool):
+        raise TypeError(f"device: expected a torch.device or its name, got {type(device).__name__}")
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device: expected a torch.device or its name, got {device!r}") from error

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import torch
 
+from ..validation import check_device
 from .context import KcpContext
 
 
-def check_context(cp: object, tokens: int, batch: int, cu_seqlens: object) -> KcpContext:
-    """Raises TypeError or ValueError unless `cp` is a prepared context whose shard the inputs are."""
+def check_context(cp: object, name: str, x: torch.Tensor, cu_seqlens: object) -> KcpContext:
+    """Raises TypeError or ValueError unless `cp` is a prepared context whose shard `x` `[1, T_local, ...]` is."""
     if not isinstance(cp, KcpContext):
         raise TypeError(f"cp: expected a KcpContext from build_kcp_context, got {type(cp).__name__}")
     if cp.heads is None:
         raise ValueError("cp: expected a prepared context; call ctx.prepare(H, HV) first")
     if cu_seqlens is not None:
         raise ValueError("cu_seqlens: expected None with cp=, whose partition has the documents; got boundaries too")
-    if batch != 1:
-        raise ValueError(f"cp: expected inputs with batch size 1 (a rank's shard of one pack), got {batch}")
-    if tokens != cp.positions.shape[0]:
-        raise ValueError(f"cp: expected this rank's {cp.positions.shape[0]} tokens, got {tokens}")
+    if x.dim() < 2:
+        raise ValueError(f"{name}: expected dimensions [1, T, ...], got shape {tuple(x.shape)}")
+    if x.shape[0] != 1:
+        raise ValueError(f"cp: expected inputs with batch size 1 (a rank's shard of one pack), got {x.shape[0]}")
+    if x.shape[1] != cp.positions.shape[0]:
+        raise ValueError(f"cp: expected this rank's {cp.positions.shape[0]} tokens, got {x.shape[1]}")
+    check_device(name, x, cp.positions.device, "the context")
     return cp
 
 
@@ -43,14 +47,11 @@ def gated_delta_rule_over_ranks(
     rank 0). Sums over ranks are the single-process tensors.
 
     Raises:
-        ValueError: heads other than the context was prepared for, an initial state of another shape.
+        ValueError: heads other than the context was prepared for; TypeError, ValueError: what the op refuses.
     """
-    heads, documents = (k.shape[2], v.shape[2]), cp.pack.shape[0] - 1
+    heads = (k.shape[2], v.shape[2]) if k.dim() == v.dim() == 4 else cp.heads  # the op names a wrong rank
     if heads != cp.heads:
         raise ValueError(f"cp: expected the (H, HV) = {cp.heads} it was prepared for, got {heads}")
-    shape = (documents, v.shape[2], k.shape[3], v.shape[3])
-    if initial_state is not None and tuple(initial_state.shape) != shape:
-        raise ValueError(f"initial_state: expected {shape} [N, HV, K, V], got {tuple(initial_state.shape)}")
     o, final_state, *_ = torch.ops.ple_gdn.kcp_gated_delta_rule(
         q, k, v, g, beta, initial_state, cp.pack, cp.table, cp.segments, cp.chunk_offsets, cp.map_rows,
         scale=scale, output_final_state=output_final_state, use_qk_l2norm=use_qk_l2norm, save_mode=save_mode,

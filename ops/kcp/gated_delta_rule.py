@@ -10,7 +10,9 @@ from itertools import pairwise
 
 import torch
 
+from ..gated_delta_rule.checks import check_inputs
 from ..register import register_op
+from ..validation import FLOATS, check_device, check_dtype, check_rank, check_shape
 from .exchange import StateMap, exchange_states
 from .plan import RankPlan, Segment, decode_plan, needs_map
 
@@ -61,6 +63,21 @@ def _segment_maps(plan: RankPlan, k, v, g, beta, l2norm) -> torch.Tensor:
         k, k, zeros, g, beta, eye, _bounds(segments, k.device), None, None,
         scale=1.0, output_final_state=True, use_qk_l2norm=l2norm, save_mode="none",
     )[1]  # fmt: skip
+
+
+def _check_inputs(q, k, v, g, beta, initial_state, pack, table, segments, chunk_offsets) -> None:
+    """Raises ValueError or TypeError naming the argument; shared by the implementation and the fake."""
+    check_inputs(q, k, v, g, beta, None, segments, chunk_offsets, None)
+    check_dtype("q", q, FLOATS)
+    for name, tensor in (("table", table), ("pack", pack)):
+        check_rank(name, tensor, 1, "of integers")
+        check_dtype(name, tensor, (torch.int64,))
+        check_device(name, tensor, torch.device("cpu"), "the plan")
+    if initial_state is not None:
+        shape = (pack.shape[0] - 1, v.shape[2], k.shape[3], v.shape[3])
+        check_shape("initial_state", initial_state, shape, "[N, HV, K, V], N documents of the whole pack")
+        check_dtype("initial_state", initial_state, (torch.float32,))
+        check_device("initial_state", initial_state, q.device, "q")
 
 
 class _Chain:
@@ -115,6 +132,7 @@ def _kcp_forward(
     q, k, v, g, beta, initial_state, pack, table, segments, chunk_offsets, map_rows, *,
     scale=None, output_final_state=False, use_qk_l2norm=False, save_mode="light", group_name="", exchange="ring",
 ) -> _Tensors:  # fmt: skip
+    _check_inputs(q, k, v, g, beta, initial_state, pack, table, segments, chunk_offsets)
     plan = decode_plan(table)
     HV, K, V = v.shape[2], k.shape[3], v.shape[3]
     values = _segment_values(plan, q, k, v, g, beta, initial_state, scale, use_qk_l2norm)
@@ -202,6 +220,7 @@ def _kcp_forward_fake(
     q, k, v, g, beta, initial_state, pack, table, segments, chunk_offsets, map_rows, *,
     scale=None, output_final_state=False, use_qk_l2norm=False, save_mode="light", group_name="", exchange="ring",
 ) -> _Tensors:  # fmt: skip
+    _check_inputs(q, k, v, g, beta, initial_state, pack, table, segments, chunk_offsets)
     HV, K, V, S = v.shape[2], k.shape[3], v.shape[3], segments.shape[0] - 1
     starts = q.new_empty(S, HV, K, V, dtype=torch.float32)
     o, _, *tapes = torch.ops.ple_gdn.gated_delta_rule(

@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..validation import check_int
+
 CHUNK = 64
 LAYOUTS = ("contiguous", "zigzag", "zigzag_per_document")
 
@@ -86,13 +88,10 @@ def kcp_partition(cu_seqlens: torch.Tensor | Sequence[int], world_size: int, lay
 
     Raises:
         ValueError: boundaries that do not start at 0 or decrease, world_size < 1, an unknown layout.
-        TypeError: boundaries that are not integers.
+        TypeError: boundaries or world_size that are not integers.
     """
     bounds = _boundaries(cu_seqlens)
-    if isinstance(world_size, bool) or not isinstance(world_size, int):
-        raise TypeError(f"world_size: expected an int, got {type(world_size).__name__}")
-    if world_size < 1:
-        raise ValueError(f"world_size: expected at least 1, got {world_size}")
+    check_count("world_size", world_size)
     if layout not in LAYOUTS:
         raise ValueError(f"layout: expected one of {', '.join(LAYOUTS)}, got {layout!r}")
     return _partition(bounds, world_size, layout)
@@ -108,6 +107,18 @@ def check_partition(part: object) -> None:
         raise TypeError(f"part: expected the result of kcp_partition, got {type(part).__name__}")
 
 
+def check_count(name: str, value: object) -> None:
+    check_int(name, value)
+    if value < 1:
+        raise ValueError(f"{name}: expected at least 1, got {value}")
+
+
+def check_rank(rank: object, part: Partition) -> None:
+    check_int("rank", rank)
+    if not 0 <= rank < part.world_size:
+        raise ValueError(f"rank: expected 0 <= rank < {part.world_size}, got {rank}")
+
+
 def _boundaries(cu_seqlens: torch.Tensor | Sequence[int]) -> tuple[int, ...]:
     if isinstance(cu_seqlens, torch.Tensor):
         if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
@@ -115,12 +126,14 @@ def _boundaries(cu_seqlens: torch.Tensor | Sequence[int]) -> tuple[int, ...]:
                 f"cu_seqlens: expected a 1-D int32 or int64 tensor, got {cu_seqlens.dtype} of shape "
                 f"{tuple(cu_seqlens.shape)}"
             )
+        if cu_seqlens.is_meta:
+            raise ValueError("cu_seqlens: expected a tensor with values, got one on the meta device")
         cu_seqlens = cu_seqlens.tolist()
-    elif not isinstance(cu_seqlens, Sequence):
+    elif not isinstance(cu_seqlens, Sequence) or isinstance(cu_seqlens, str):
         raise TypeError(f"cu_seqlens: expected a tensor or a sequence of integers, got {type(cu_seqlens).__name__}")
     bounds = tuple(cu_seqlens)
     for b in bounds:
-        if not isinstance(b, int):
+        if not isinstance(b, int) or isinstance(b, bool):
             raise TypeError(f"cu_seqlens: expected integers, got {b!r}")
     if not bounds or bounds[0] != 0:
         raise ValueError(f"cu_seqlens: expected to start at 0, got {list(bounds[:1])}")

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
-from .partition import Fragment, Partition, check_partition
+from .partition import Fragment, Partition, check_count, check_partition, check_rank
 
 SUMMARY_WEIGHT, TAPE_WEIGHT = 5, 3
 MAX_SEGMENTS = 24  # more segments only lengthen the serial fold, about 2.5 us each
@@ -170,6 +170,7 @@ def kcp_plan_row(part: Partition, HV: int, *, sm_count: int, p_rule: str = "row_
         p_rule: "one", "occ", "wave_fill1", "row_cost" or "row_cost_lpt".
 
     Raises:
+        TypeError: part is not a Partition, HV or sm_count not an int.
         ValueError: HV or sm_count below 1, an unknown rule.
     """
     _check_counts(part, HV, sm_count)
@@ -193,6 +194,7 @@ def kcp_plan(part: Partition, rank: int, HV: int, *, sm_count: int = H200_SM_COU
     """P of one rank from its own fragments alone. Row rules compare ranks and are refused here.
 
     Raises:
+        TypeError: part is not a Partition, a count or the rank not an int.
         ValueError: a row rule (use `kcp_plan_row`), an unknown rule, a rank outside the partition, counts below 1.
     """
     _check_counts(part, HV, sm_count)
@@ -200,13 +202,11 @@ def kcp_plan(part: Partition, rank: int, HV: int, *, sm_count: int = H200_SM_COU
         raise ValueError(f"p_rule: {p_rule!r} compares all ranks; use kcp_plan_row, or one of {', '.join(PROGRAMS)}")
     if p_rule not in PROGRAMS:
         raise ValueError(f"p_rule: expected one of {', '.join(PROGRAMS)}, got {p_rule!r}")
-    if not 0 <= rank < part.world_size:
-        raise ValueError(f"rank: expected 0 <= rank < {part.world_size}, got {rank}")
+    check_rank(rank, part)
     return PROGRAMS[p_rule](RankJobs(part.by_rank[rank]), HV, sm_count)
 
 
 def _check_counts(part: object, HV: int, sm_count: int) -> None:
     check_partition(part)
     for name, value in (("HV", HV), ("sm_count", sm_count)):
-        if value < 1:
-            raise ValueError(f"{name}: expected at least 1, got {value}")
+        check_count(name, value)

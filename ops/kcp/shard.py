@@ -7,7 +7,7 @@ import math
 import torch
 
 from ..register import register_op
-from ..validation import check_tensor
+from ..validation import check_device, check_int, check_tensor
 from .context import KcpContext
 from .plan import RankPlan, decode_plan
 
@@ -27,7 +27,7 @@ def kcp_scatter(x: torch.Tensor, ctx: KcpContext, dim: int = 1) -> torch.Tensor:
         TypeError, ValueError: not a tensor, an unprepared context, `dim` of another length than the pack.
     """
     _check_context(ctx)
-    _check(x, dim, ctx.part.total_tokens, "the pack's tokens")
+    _check(x, dim, ctx.part.total_tokens, "the pack's tokens", ctx)
     return x.index_select(dim, ctx.positions)
 
 
@@ -43,7 +43,7 @@ def kcp_gather(x: torch.Tensor, ctx: KcpContext, dim: int = 1) -> torch.Tensor:
         TypeError, ValueError: not a tensor, an unprepared context, `dim` of another length than the shard.
     """
     _check_context(ctx)
-    _check(x, dim, ctx.local_tokens, "this rank's tokens")
+    _check(x, dim, ctx.local_tokens, "this rank's tokens", ctx)
     rows = x.movedim(dim, 0)
     pack = torch.ops.ple_gdn.kcp_gather(rows, ctx.table, ctx.positions, ctx.part.total_tokens, ctx.group_name)
     return pack.movedim(0, dim)
@@ -56,12 +56,14 @@ def _check_context(ctx: object) -> None:
         raise ValueError("ctx: expected a prepared context; call ctx.prepare(H, HV) first")
 
 
-def _check(x: torch.Tensor, dim: int, rows: int, what: str) -> None:
+def _check(x: torch.Tensor, dim: int, rows: int, what: str, ctx: KcpContext) -> None:
     check_tensor("x", x)
+    check_int("dim", dim)
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim: expected a dimension of x, which has {x.dim()}, got {dim}")
     if x.shape[dim] != rows:
         raise ValueError(f"x: expected {rows} rows ({what}) in dimension {dim}, got shape {tuple(x.shape)}")
+    check_device("x", x, ctx.positions.device, "the context")
 
 
 def _order(plan: RankPlan) -> list[tuple[int, int, int]]:

@@ -333,7 +333,7 @@ def ple_gate_conv(
         check_int("workspace_bytes", workspace_bytes)
     boundaries, _ = unpack_cu_seqlens(cu_seqlens)
     if cp is not None:
-        cp = check_context(cp, hidden.shape[1], hidden.shape[0], cu_seqlens)
+        cp = check_context(cp, "hidden", hidden, cu_seqlens)
         shard = HaloShard(cp, (conv_weight.shape[-1] - 1) * dilation)
         hidden, key, value = (shard.extend(x) for x in (hidden, key, value))
         if conv_mask is not None:
