@@ -15,6 +15,7 @@ from .ops.kcp.context import KcpContext, build_kcp_context
 from .ops.kcp.partition import kcp_partition
 from .ops.kcp.planner import kcp_plan, kcp_plan_row
 from .ops.kcp.shard import kcp_gather, kcp_scatter
+from .ops.kcp.view import kcp_plan_view
 from .ops.ple.op import ple_gate_conv
 from .ops.varlen import Packing, prepare_varlen
 from .report import Report, compile_reports, last_report, merge_reports
@@ -43,6 +44,7 @@ __all__ = [
     "kcp_partition",
     "kcp_plan",
     "kcp_plan_row",
+    "kcp_plan_view",
     "kcp_scatter",
     "last_report",
     "merge_reports",
