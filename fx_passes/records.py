@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ..ops.gated_delta_rule.tape_decisions import TapeDecision
+
 # Key in the `meta` of graph modules that a joint pass created: Inductor hands them to the joint passes once more.
 MADE_BY_PASS = "ple_gdn_made_by_pass"
 
@@ -29,17 +31,6 @@ class Refusal:
     pass_name: str
     where: str
     reason: str
-
-
-@dataclass(frozen=True)
-class TapeDecision:
-    """One checkpoint region's tapes: handed to the backward, replayed, or saved."""
-
-    region: str
-    verdict: str
-    reason: str
-    bytes_at_stake: str
-    replay_cost: str
 
 
 @dataclass(frozen=True)

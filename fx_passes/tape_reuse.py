@@ -32,8 +32,9 @@ from torch._functorch.partitioners import OpTypes, get_default_op_list, must_rec
 from torch._guards import detect_fake_mode
 from torch.utils.checkpoint import CheckpointPolicy
 
+from ..ops.gated_delta_rule.tape_decisions import make_decision, replay_flops
 from ..ops.gated_delta_rule.tapes import Tapes
-from .records import GraphPass, PassContext, TapeDecision
+from .records import GraphPass, PassContext
 
 _NAME = "tape_reuse"
 _FIRST_TAPE_OUTPUT = 2  # after o and final_state
@@ -200,14 +201,14 @@ def _bytes(values: list[torch.Tensor]) -> Any:
 
 
 def _full_shapes(pair: _Pair) -> tuple[Any, Any]:
-    """(bytes of h and delta, FLOPs that keeping them saves): GDN.md §3's replay, HV (4KV + 2CV) a token."""
+    """(bytes of h and delta, FLOPs that keeping them saves)."""
     q, v = pair.backward.args[2].meta["val"], pair.backward.args[4].meta["val"]
     cu_seqlens = pair.backward.args[8]
     documents = cu_seqlens.meta["val"].shape[0] - 1 if isinstance(cu_seqlens, fx.Node) else 0
     B, T, _, K = q.shape
     HV, V = v.shape[2:]
     chunks = T // 64 + documents if isinstance(cu_seqlens, fx.Node) else B * ((T + 63) // 64)
-    return (chunks * HV * K * V + B * T * HV * V) * v.element_size(), B * T * HV * (4 * K * V + 128 * V)
+    return (chunks * HV * K * V + B * T * HV * V) * v.element_size(), replay_flops(q, v)
 
 
 def _hint(value: Any) -> int:
@@ -222,9 +223,7 @@ def _where(node: fx.Node) -> str:
 
 def _record(ctx: PassContext, pair: _Pair, verdict: str, reason: str, at_stake: Any) -> None:
     flops = _full_shapes(pair)[1]
-    ctx.records.tapes.append(
-        TapeDecision(_where(pair.forward), verdict, reason, f"{at_stake} bytes", f"{flops} FLOP to rebuild h and delta")
-    )
+    ctx.records.tapes.append(make_decision(_where(pair.forward), verdict, reason, at_stake, flops))
 
 
 def _decide_region(pair: _Pair, ctx: PassContext) -> None:

@@ -14,6 +14,16 @@ log = logging.getLogger("ple_gdn")
 TESTED = ((2, 11), (2, 13), (2, 14))
 
 
+# Releases whose `torch.utils.checkpoint` frame (hook closures, counters, early stop) was read and run, without local
+# tags: `ops/gated_delta_rule/checkpoint_frame.py` reads it on these only.
+VERIFIED_CHECKPOINTS = ("2.11.0", "2.13.0", "2.14.1")
+
+
+def checkpoint_is_verified() -> bool:
+    """Whether this torch's checkpoint frame may be read; "2.13.0+cpu" counts as "2.13.0"."""
+    return str(torch.__version__).split("+")[0] in VERIFIED_CHECKPOINTS
+
+
 def release() -> tuple[int, int]:
     """(major, minor) of torch, without its local tag ("2.11.0+cu130" -> (2, 11))."""
     major, minor = torch.__version__.split("+")[0].split(".")[:2]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from .explain import CapturedGraphs, capture_graphs, explain
 from .ops.causal_conv1d.op import causal_conv1d
 from .ops.gated_delta_rule.op import gated_delta_rule
+from .ops.gated_delta_rule.tape_decisions import TapeDecision, last_tape_decision, tape_decisions
 from .ops.gated_delta_rule.workspace import gdn_saved_bytes, gdn_workspace_bytes, gdn_workspace_layout
 from .ops.gated_residual.op import gated_residual_down, gated_residual_inject, gated_residual_mix
 from .ops.grouped_rms_norm.op import grouped_rms_norm
@@ -27,6 +28,7 @@ __all__ = [
     "KcpContext",
     "Packing",
     "Report",
+    "TapeDecision",
     "build_kcp_context",
     "capture_graphs",
     "causal_conv1d",
@@ -47,7 +49,9 @@ __all__ = [
     "kcp_plan_view",
     "kcp_scatter",
     "last_report",
+    "last_tape_decision",
     "merge_reports",
     "ple_gate_conv",
     "prepare_varlen",
+    "tape_decisions",
 ]

@@ -14,6 +14,7 @@ from ..validation import check_flag, check_number, check_tensor
 from ..varlen import Packing, unpack_cu_seqlens
 from . import reference
 from .checks import check_backward_inputs, check_inputs, check_modes
+from .eager_regions import call_in_region, current_place, region_save_mode, requesting
 from .tapes import KEPT, Tapes, document_count, new_tapes, state_dtype
 from .workspace import backward_phase, check_workspace_bytes, needed_phases, sizes_of
 
@@ -166,6 +167,7 @@ def _setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, keyw
     ctx.save_for_backward(*inputs, *tapes)
     ctx.scale = keyword_only_inputs["scale"]
     ctx.use_qk_l2norm = keyword_only_inputs["use_qk_l2norm"]
+    ctx.place = current_place()
 
 
 def _autograd(
@@ -174,7 +176,11 @@ def _autograd(
     dfinal_state: torch.Tensor | None,
     *_: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, ...]:
-    q, k, v, g, beta, initial_state, cu_seqlens, chunk_offsets, workspace, *tapes = ctx.saved_tensors
+    with requesting(ctx.place) as request:
+        saved = ctx.saved_tensors  # once: a second read raises inside torch.utils.checkpoint
+    q, k, v, g, beta, initial_state, cu_seqlens, chunk_offsets, workspace, *tapes = saved
+    if request.tapes is not None:
+        tapes = request.tapes
     if do is None and dfinal_state is None:
         return (None,) * 9
     if do is None:
@@ -265,9 +271,15 @@ def gated_delta_rule(
     boundaries, chunk_offsets = unpack_cu_seqlens(cu_seqlens)
     differentiable = (q, k, v, g, beta) if initial_state is None else (q, k, v, g, beta, initial_state)
     wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in differentiable)
+    # In compiled code a pass of the joint graph decides instead.
+    eager = wants_gradient and not torch.compiler.is_compiling()
+    save_mode = save_mode if wants_gradient else "none"
+    reuse = REUSE_STRINGS[reuse_recompute_tapes]
     if cp is not None:
         if workspace is not None:
             raise ValueError("workspace: expected None with cp=, whose ops allocate their own temporaries")
+        if eager:
+            save_mode = region_save_mode(q, v, save_mode, reuse, why_replay="context parallel ops hand nothing over")
         o, final_state = gated_delta_rule_over_ranks(
             *(q, k, v, g, beta),
             check_context(cp, "q", q, cu_seqlens),
@@ -275,15 +287,16 @@ def gated_delta_rule(
             initial_state=initial_state,
             output_final_state=output_final_state,
             use_qk_l2norm=use_qk_l2norm,
-            save_mode=save_mode if wants_gradient else "none",
+            save_mode=save_mode,
         )
         return o, final_state if output_final_state else None
-    o, final_state, *_ = torch.ops.ple_gdn.gated_delta_rule(
+    run = call_in_region if eager else torch.ops.ple_gdn.gated_delta_rule
+    o, final_state, *_ = run(
         *(q, k, v, g, beta, initial_state, boundaries, chunk_offsets, workspace),
         scale=scale,
         output_final_state=output_final_state,
         use_qk_l2norm=use_qk_l2norm,
-        save_mode=save_mode if wants_gradient else "none",
-        reuse_recompute_tapes=REUSE_STRINGS[reuse_recompute_tapes],
+        save_mode=save_mode,
+        reuse_recompute_tapes=reuse,
     )
     return o, final_state if output_final_state else None

@@ -6,62 +6,9 @@ import re
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
+from oracles.regions import HV, H, K, Stack, T, V, W, tokens
 
 import ple_gdn
-
-H, HV, K, V, T = 1, 2, 16, 16, 70
-W = HV * V
-D = 2 * H * K + HV * V
-
-
-class Gdn(torch.nn.Module):
-    """A projection and the rule, [1, T, W] -> [1, T, W]."""
-
-    def __init__(self, save_mode: str = "light", reuse: bool | str = "auto") -> None:
-        super().__init__()
-        self.options = {"save_mode": save_mode, "reuse_recompute_tapes": reuse}
-        self.proj = torch.nn.Linear(W, D + 2 * HV, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v, g, beta = self.proj(x).split([H * K, H * K, HV * V, HV, HV], -1)
-        q, k, v = q.unflatten(-1, (H, K)), k.unflatten(-1, (H, K)), v.unflatten(-1, (HV, V))
-        g = -torch.nn.functional.softplus(g)
-        o, _ = ple_gdn.gated_delta_rule(q, k, v, g, beta.sigmoid(), use_qk_l2norm=True, **self.options)
-        return o.flatten(-2)
-
-
-class Layer(torch.nn.Module):
-    """closing: the rule is the region's last saver. Else a projection and a SwiGLU save behind it."""
-
-    def __init__(self, closing: bool, **kwargs) -> None:
-        super().__init__()
-        self.gdn, self.closing = Gdn(**kwargs), closing
-        self.out = None if closing else torch.nn.Linear(W, 2 * W, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        o = self.gdn(x)
-        if self.closing:
-            return o
-        gate, up = self.out(o).chunk(2, -1)
-        return torch.nn.functional.silu(gate) * up
-
-
-class Stack(torch.nn.Module):
-    def __init__(self, closing: bool, layers: int = 1, checkpointed: bool = True, **kwargs) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = torch.nn.ModuleList(Layer(closing, **kwargs) for _ in range(layers))
-        self.checkpointed = checkpointed
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x)
-        return x
-
-
-def tokens() -> torch.Tensor:
-    return torch.randn(1, T, W, generator=torch.Generator().manual_seed(1))
 
 
 def count(text: str, op: str) -> int:
