@@ -8,8 +8,10 @@ states on the wire, copies only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
@@ -37,110 +39,160 @@ class StateMap:
         return StateMap(self.apply(first.value), matrix)
 
 
-def exchange_states(
-    plan: RankPlan,
-    chains: Sequence[Sequence[int]],
-    maps: Mapping[int, StateMap],
-    state_shape: tuple[int, int, int],
-    like: torch.Tensor,
-    group_name: str,
-    exchange: str,
-) -> dict[int, torch.Tensor]:
-    """State that enters each local fragment which is not the first of its chain.
+class Exchange:
+    """One exchange of start states, whose last wait can be put off: what needs no state runs in between.
+
+    `start` issues collectives until this rank has nothing more to send; `finish` waits for what it receives; `close`
+    waits for the rest. A rank that receives nothing never waits for its peers before `close`.
 
     Args:
         chains: per document, global fragment indices in the order states flow.
-        maps: of the local fragments that are not the last of their chain.
         state_shape: (HV, K, V).
         like: tensor that gives the device.
     """
-    links = [chain for chain in chains if len(chain) > 1]
-    if not links:
-        return {}
-    run = _ring if exchange == "ring" else _all_to_all
-    return run(plan, links, maps, state_shape, like, group_name)
 
+    def __init__(
+        self,
+        plan: RankPlan,
+        chains: Sequence[Sequence[int]],
+        state_shape: tuple[int, int, int],
+        like: torch.Tensor,
+        group_name: str,
+        exchange: str,
+    ) -> None:
+        self.plan, self.state_shape, self.like, self.group_name = plan, state_shape, like, group_name
+        self.links = [chain for chain in chains if len(chain) > 1]
+        self.entered = {i for chain in self.links for i in chain[1:] if plan.fragments[i].rank == plan.rank}
+        self._run = self._ring if exchange == "ring" else self._all_to_all
+        self._states: dict[int, torch.Tensor] = {}
+        self._unwaited: list[Flight] = []
+        self._steps: Iterator[None] = iter(())
 
-def _ring(plan, links, maps, state_shape, like, group_name) -> dict[int, torch.Tensor]:
-    """One hop per link of the longest chain; only folded states travel, each to the next fragment's rank."""
-    HV, K, V = state_shape
-    entering: dict[int, torch.Tensor] = {}
-    for hop in range(max(len(chain) for chain in links) - 1):
-        sends: dict[int, list[torch.Tensor]] = {}
-        receives: dict[int, list[int]] = {}
-        for chain in links:
-            if hop + 1 >= len(chain):
+    def start(self, maps: Mapping[int, StateMap]) -> None:
+        """`maps`: of the local fragments that are not the last of their chain."""
+        if self.links:
+            self._steps = self._run(maps)
+            next(self._steps, None)
+
+    def finish(self) -> dict[int, torch.Tensor]:
+        """State that enters each local fragment of `entered`."""
+        for _ in self._steps:
+            pass
+        return self._states
+
+    def close(self) -> None:
+        self.finish()
+        for flight in self._unwaited:
+            flight.wait()
+
+    def _ring(self, maps: Mapping[int, StateMap]) -> Iterator[None]:
+        """One hop per link of the longest chain; only folded states travel, each to the next fragment's rank."""
+        HV, K, V = self.state_shape
+        owner = [f.rank for f in self.plan.fragments]
+        here = self.plan.rank
+        links = [(hop, a, b) for chain in self.links for hop, (a, b) in enumerate(pairwise(chain))]
+        last_send = max((hop for hop, a, _ in links if owner[a] == here), default=-1)
+        hops = max(hop for hop, _, _ in links) + 1
+        by_hop: list[list[tuple[int, int]]] = [[] for _ in range(hops)]
+        for hop, a, b in links:
+            if here in (owner[a], owner[b]):
+                by_hop[hop].append((a, b))
+        idle = True
+        for hop, mine in enumerate(by_hop):
+            sends: dict[int, list[torch.Tensor]] = {}
+            receives: dict[int, list[int]] = {}
+            for a, b in mine:
+                if owner[a] == here:
+                    step = maps[a]
+                    leaving = step.value if step.map is None else step.apply(self._states[a])
+                    sends.setdefault(owner[b], []).append(leaving)
+                if owner[b] == here:
+                    receives.setdefault(owner[a], []).append(b)
+            flight = self._issue(sends, {rank: HV * K * V * len(which) for rank, which in receives.items()})
+            if not receives:
+                self._unwaited.append(flight)
                 continue
-            here, there = chain[hop], chain[hop + 1]
-            source, target = plan.fragments[here].rank, plan.fragments[there].rank
-            if source == plan.rank:
-                mine = maps[here]
-                leaving = mine.value if mine.map is None else mine.apply(entering[here])
-                sends.setdefault(target, []).append(leaving)
-            if target == plan.rank:
-                receives.setdefault(source, []).append(there)
-        parcels = _all_to_all_single(
-            plan, sends, {rank: HV * K * V * len(which) for rank, which in receives.items()}, like, group_name
-        )
+            if idle and hop >= last_send:
+                idle = False
+                yield
+            parcels = flight.wait()
+            for rank, which in receives.items():
+                for fragment, state in zip(which, parcels[rank].view(-1, HV, K, V), strict=True):
+                    self._states[fragment] = state
+
+    def _all_to_all(self, maps: Mapping[int, StateMap]) -> Iterator[None]:
+        """Every fragment's (M, b) goes once to each rank with a later fragment of its chain, which folds locally."""
+        HV, K, V = self.state_shape
+        here = self.plan.rank
+        ranks = [[self.plan.fragments[i].rank for i in chain] for chain in self.links]
+        sends: dict[int, list[torch.Tensor]] = {}
+        receives: dict[int, list[tuple[int, bool]]] = {}
+        for chain, owners in zip(self.links, ranks, strict=True):
+            for position, (index, owner) in enumerate(zip(chain[:-1], owners, strict=False)):
+                with_map = position > 0
+                for target in sorted(set(owners[position + 1 :]) - {owner}):
+                    if owner == here:
+                        mine = maps[index]
+                        sends.setdefault(target, []).extend([mine.map, mine.value] if with_map else [mine.value])
+                    if target == here:
+                        receives.setdefault(owner, []).append((index, with_map))
+        sizes = {rank: sum(HV * K * (V + K * m) for _, m in which) for rank, which in receives.items()}
+        flight = self._issue(sends, sizes)
+        if not receives:
+            self._unwaited.append(flight)
+            return
+        yield
+        parcels = flight.wait()
+        known = dict(maps)
         for rank, which in receives.items():
-            for fragment, state in zip(which, parcels[rank].view(-1, HV, K, V), strict=True):
-                entering[fragment] = state
-    return entering
+            pieces = parcels[rank].split([n for _, m in which for n in ([HV * K * K] * m + [HV * K * V])])
+            cursor = iter(pieces)
+            for index, with_map in which:
+                matrix = next(cursor).view(HV, K, K) if with_map else None
+                known[index] = StateMap(next(cursor).view(HV, K, V), matrix)
+        self._fold_chains(ranks, known)
+
+    def _fold_chains(self, ranks: list[list[int]], known: Mapping[int, StateMap]) -> None:
+        here = self.plan.rank
+        for chain, owners in zip(self.links, ranks, strict=True):
+            if here not in owners[1:]:
+                continue
+            last = max(i for i, owner in enumerate(owners) if owner == here)
+            state = known[chain[0]].value
+            for position in range(1, last + 1):
+                if owners[position] == here:
+                    self._states[chain[position]] = state
+                if position < last:
+                    state = known[chain[position]].apply(state)
+
+    def _issue(self, sends: Mapping[int, list[torch.Tensor]], receive_sizes: Mapping[int, int]) -> Flight:
+        return issue(self.plan, sends, receive_sizes, self.like, self.group_name)
 
 
-def _all_to_all(plan, links, maps, state_shape, like, group_name) -> dict[int, torch.Tensor]:
-    """Every fragment's (M, b) goes once to each rank that holds a later fragment of its chain, which folds locally."""
-    HV, K, V = state_shape
-    ranks = [[plan.fragments[i].rank for i in chain] for chain in links]
-    sends: dict[int, list[torch.Tensor]] = {}
-    receives: dict[int, list[tuple[int, bool]]] = {}
-    for chain, owners in zip(links, ranks, strict=True):
-        for position, (index, owner) in enumerate(zip(chain[:-1], owners, strict=False)):
-            with_map = position > 0
-            for target in sorted(set(owners[position + 1 :]) - {owner}):
-                if owner == plan.rank:
-                    mine = maps[index]
-                    sends.setdefault(target, []).extend([mine.map, mine.value] if with_map else [mine.value])
-                if target == plan.rank:
-                    receives.setdefault(owner, []).append((index, with_map))
-    sizes = {rank: sum(HV * K * (V + K * m) for _, m in which) for rank, which in receives.items()}
-    parcels = _all_to_all_single(plan, sends, sizes, like, group_name)
-    known = dict(maps)
-    for rank, which in receives.items():
-        pieces = parcels[rank].split([n for _, m in which for n in ([HV * K * K] * m + [HV * K * V])])
-        cursor = iter(pieces)
-        for index, with_map in which:
-            matrix = next(cursor).view(HV, K, K) if with_map else None
-            known[index] = StateMap(next(cursor).view(HV, K, V), matrix)
-    entering: dict[int, torch.Tensor] = {}
-    for chain, owners in zip(links, ranks, strict=True):
-        if plan.rank not in owners[1:]:
-            continue
-        last = max(i for i, owner in enumerate(owners) if owner == plan.rank)
-        state = known[chain[0]].value
-        for position in range(1, last + 1):
-            if owners[position] == plan.rank:
-                entering[chain[position]] = state
-            if position < last:
-                state = known[chain[position]].apply(state)
-    return entering
+class Flight(NamedTuple):
+    """A collective on its way: `wait` gives the parcel of every rank."""
+
+    tensor: torch.Tensor
+    splits: list[int]
+
+    def wait(self) -> dict[int, torch.Tensor]:
+        return dict(enumerate(torch.ops._c10d_functional.wait_tensor(self.tensor).split(self.splits)))
 
 
-def _all_to_all_single(
+def issue(
     plan: RankPlan,
     sends: Mapping[int, list[torch.Tensor]],
     receive_sizes: Mapping[int, int],
     like: torch.Tensor,
     group_name: str,
-) -> dict[int, torch.Tensor]:
+) -> Flight:
     """One functional all-to-all of fp32 parcels; every rank of the group takes part, also with nothing to say."""
     in_splits = [sum(t.numel() for t in sends.get(rank, ())) for rank in range(plan.world_size)]
     out_splits = [receive_sizes.get(rank, 0) for rank in range(plan.world_size)]
     flat = [t.reshape(-1) for rank in range(plan.world_size) for t in sends.get(rank, ())]
     outgoing = torch.cat(flat) if flat else like.new_empty(0, dtype=torch.float32)
     incoming = torch.ops._c10d_functional.all_to_all_single(outgoing, out_splits, in_splits, group_name)
-    incoming = torch.ops._c10d_functional.wait_tensor(incoming)
-    return dict(enumerate(incoming.split(out_splits)))
+    return Flight(incoming, out_splits)
 
 
 def exchanged_bytes(plan: RankPlan, HV: int, K: int, V: int, exchange: str, *, adjoint: bool = False) -> int:

@@ -6,63 +6,24 @@ document needs no summary, one that opens it no map (GDN.md §4). All states and
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import torch
 
 from ..gated_delta_rule.checks import check_inputs
+from ..gated_delta_rule.tapes import Tapes
 from ..register import register_op
+from ..triton_support import triton_ready
 from ..validation import FLOATS, check_device, check_dtype, check_rank, check_shape
-from .exchange import StateMap, exchange_states
-from .plan import RankPlan, Segment, decode_plan, needs_map
+from .exchange import Exchange, StateMap
+from .local import BackwardRun, ForwardRun, Inputs, index_tensor, segment_maps
+from .plan import RankPlan, decode_plan, needs_map
 
+Tensor = torch.Tensor
 _Tensors = tuple[torch.Tensor, ...]
-
-
-def _gather(x: torch.Tensor, segments: list[Segment]) -> torch.Tensor:
-    return torch.cat([x[:, s.start : s.end] for s in segments], dim=1)
-
-
-def _bounds(segments: list[Segment], device: torch.device) -> torch.Tensor:
-    lengths = torch.tensor([0, *(s.end - s.start for s in segments)], dtype=torch.int64)
-    return lengths.cumsum(0).to(device, non_blocking=True)
-
-
-def _segment_values(plan, q, k, v, g, beta, initial_state, scale, l2norm) -> dict[int, torch.Tensor]:
-    """End state of every segment that does not close its document, from a zero start (from h0 where it opens it)."""
-    chosen = [(i, s) for i, s in enumerate(plan.segments) if not s.last]
-    if not chosen:
-        return {}
-    segments = [s for _, s in chosen]
-    starts = q.new_zeros(len(segments), v.shape[2], k.shape[3], v.shape[3], dtype=torch.float32)
-    if initial_state is not None:
-        for row, s in enumerate(segments):
-            if s.first:
-                starts[row] = initial_state[plan.fragments[s.fragment].document]
-    q, k, v, g, beta = (_gather(x, segments) for x in (q, k, v, g, beta))
-    ends = torch.ops.ple_gdn.gated_delta_rule(
-        q, k, v, g, beta, starts, _bounds(segments, q.device), None, None,
-        scale=scale, output_final_state=True, use_qk_l2norm=l2norm, save_mode="none",
-    )[1]  # fmt: skip
-    return {i: ends[row] for row, (i, _) in enumerate(chosen)}
-
-
-def _segment_maps(plan: RankPlan, k, v, g, beta, l2norm) -> torch.Tensor:
-    """M of the segments that neither open nor close their document, [n, HV, K, K] fp32.
-
-    M is where the identity goes when nothing is written (v = 0); keys are upcast, so it is exact to fp32 (BUGS A3).
-    """
-    segments = [s for s in plan.segments if needs_map(s)]
-    HV, K = v.shape[2], k.shape[3]
-    if not segments:
-        return k.new_empty(0, HV, K, K, dtype=torch.float32)
-    k, g, beta = _gather(k, segments).float(), _gather(g, segments), _gather(beta, segments)
-    eye = torch.eye(K, dtype=torch.float32, device=k.device).expand(len(segments), HV, K, K).contiguous()
-    zeros = k.new_zeros(1, k.shape[1], HV, K)
-    return torch.ops.ple_gdn.gated_delta_rule(
-        k, k, zeros, g, beta, eye, _bounds(segments, k.device), None, None,
-        scale=1.0, output_final_state=True, use_qk_l2norm=l2norm, save_mode="none",
-    )[1]  # fmt: skip
+# A walk in parts overlaps the exchange but launches once a part: with more parts than this it is not worth it.
+MOST_RUNS = 6
 
 
 def _check_inputs(q, k, v, g, beta, initial_state, pack, table, segments, chunk_offsets) -> None:
@@ -81,7 +42,7 @@ def _check_inputs(q, k, v, g, beta, initial_state, pack, table, segments, chunk_
 
 
 class _Chain:
-    """Local segments of each fragment in the order states flow, with their maps: folds to fragment maps and starts."""
+    """Local segments of each fragment in the order states flow, with their maps."""
 
     def __init__(self, plan: RankPlan, values: dict[int, torch.Tensor], maps: dict[int, torch.Tensor], adjoint: bool):
         self.plan, self.values, self.maps = plan, values, maps
@@ -90,14 +51,13 @@ class _Chain:
             self.fragments.setdefault(s.fragment, []).append(i)
         if adjoint:
             self.fragments = {f: rows[::-1] for f, rows in self.fragments.items()}
-        self.chains = [c[::-1] for c in plan.chains] if adjoint else list(plan.chains)
 
     def _map(self, i: int) -> StateMap:
         return StateMap(self.values[i], self.maps.get(i))
 
-    def fragment_maps(self) -> dict[int, StateMap]:
+    def fragment_maps(self, chains: Sequence[Sequence[int]]) -> dict[int, StateMap]:
         """Fold of each local fragment that hands a state on to another rank."""
-        handing_on = {i for chain in self.chains for i in chain[:-1]}
+        handing_on = {i for links in chains for i in links[:-1]}
         out = {}
         for fragment, rows in self.fragments.items():
             if fragment not in handing_on:
@@ -108,22 +68,71 @@ class _Chain:
             out[fragment] = total
         return out
 
-    def starts(self, entering: dict[int, torch.Tensor], opening: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """State that enters each local segment. `opening`: of those that open the flow of their document."""
-        out = {}
-        for fragment, rows in self.fragments.items():
-            opens = fragment not in entering
-            state = opening[rows[0]] if opens else entering[fragment]
-            out[rows[0]] = state
+    def fill(self, states: torch.Tensor, fragments: Iterable[int], entering: dict[int, torch.Tensor]) -> None:
+        """Writes the state that enters each segment of the fragments to `states` [S, HV, K, V]; where a fragment opens
+        the flow of its document, that of its first segment is there already."""
+        for fragment in fragments:
+            rows = self.fragments[fragment]
+            if fragment in entering:
+                states[rows[0]] = entering[fragment]
             for before, i in pairwise(rows):
                 step = self._map(before)
-                state = step.value if step.map is None else step.apply(state)
-                out[i] = state
-        return out
+                states[i] = step.value if step.map is None else step.apply(states[before])
 
 
-def _stack(plan: RankPlan, states: dict[int, torch.Tensor], empty: torch.Tensor) -> torch.Tensor:
-    return torch.stack([states[i] for i in range(len(plan.segments))]) if plan.segments else empty
+def _walk_all(
+    run: ForwardRun | BackwardRun, chain: _Chain, exchange: Exchange, chains: Sequence[Sequence[int]], states: Tensor
+) -> None:
+    """Exchanges states and walks every segment: while states are on their way, the segments that wait for none."""
+    plan = run.plan
+    exchange.start(chain.fragment_maps(chains))
+    ready = [f for f in chain.fragments if f not in exchange.entered]
+    chain.fill(states, ready, {})
+    early = plan.runs(i for i, s in enumerate(plan.segments) if s.fragment not in exchange.entered)
+    late = plan.runs(i for i, s in enumerate(plan.segments) if s.fragment in exchange.entered)
+    if late and len(early) + len(late) > MOST_RUNS:
+        early, late = [], plan.runs(range(len(plan.segments)))
+    for part in early:
+        run.walk(part, states)
+    chain.fill(states, sorted(exchange.entered), exchange.finish())
+    for part in late:
+        run.walk(part, states)
+    exchange.close()
+
+
+def _documents(plan: RankPlan, chosen: list[int], device: torch.device) -> Tensor:
+    return index_tensor([plan.fragments[plan.segments[i].fragment].document for i in chosen], device)
+
+
+def _between(plan: RankPlan, states: Tensor | None, chosen: list[int], shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """[S, HV, K, V] fp32: the documents' given states at the chosen segments, zero elsewhere."""
+    out = like.new_zeros(len(plan.segments), *shape, dtype=torch.float32)
+    if states is not None and chosen:
+        picked = states.float().index_select(0, _documents(plan, chosen, out.device))
+        out.index_copy_(0, index_tensor(chosen, out.device), picked)
+    return out
+
+
+def _to_documents(plan: RankPlan, states: Tensor, chosen: list[int], count: int, through: Tensor | None) -> Tensor:
+    """[count, HV, K, V]: states of the chosen segments at their documents; empty documents pass `through` on rank 0."""
+    out = states.new_zeros(count, *states.shape[1:])
+    if chosen:
+        out.index_copy_(
+            0, _documents(plan, chosen, out.device), states.index_select(0, index_tensor(chosen, out.device))
+        )
+    empty = [d for d, links in enumerate(plan.chains) if not links]
+    if through is not None and empty and plan.rank == 0:
+        which = index_tensor(empty, out.device)
+        out.index_copy_(0, which, through.float().index_select(0, which))
+    return out
+
+
+def _runs_of(device: torch.device) -> tuple[type[ForwardRun], type[BackwardRun]]:
+    if triton_ready(device):
+        from .launch import DeviceBackwardRun, DeviceForwardRun
+
+        return DeviceForwardRun, DeviceBackwardRun
+    return ForwardRun, BackwardRun
 
 
 def _kcp_forward(
@@ -132,33 +141,22 @@ def _kcp_forward(
 ) -> _Tensors:  # fmt: skip
     _check_inputs(q, k, v, g, beta, initial_state, pack, table, segments, chunk_offsets)
     plan = decode_plan(table)
-    HV, K, V = v.shape[2], k.shape[3], v.shape[3]
-    values = _segment_values(plan, q, k, v, g, beta, initial_state, scale, use_qk_l2norm)
-    maps = _segment_maps(plan, k, v, g, beta, use_qk_l2norm)
-    mapped = [i for i, s in enumerate(plan.segments) if needs_map(s)]
+    shape = (v.shape[2], k.shape[3], v.shape[3])
+    x = Inputs(q, k, v, g, beta, segments, chunk_offsets, scale, use_qk_l2norm)
+    run = _runs_of(q.device)[0](plan, x, save_mode)
+    places = list(enumerate(plan.segments))
+    starts = _between(plan, initial_state, [i for i, s in places if s.first], shape, q)
+    values = run.values([i for i, s in places if not s.last], starts)
+    mapped = [i for i, s in places if needs_map(s)]
+    maps = segment_maps(plan, mapped, x)
     chain = _Chain(plan, values, dict(zip(mapped, maps, strict=True)), adjoint=False)
-    entering = exchange_states(plan, chain.chains, chain.fragment_maps(), (HV, K, V), q, group_name, exchange)
-    zero = q.new_zeros(HV, K, V, dtype=torch.float32)
-    opening = {
-        i: zero if initial_state is None else initial_state[plan.fragments[s.fragment].document].float()
-        for i, s in enumerate(plan.segments)
-        if s.first
-    }
-    starts = _stack(plan, chain.starts(entering, opening), zero.new_empty(0, HV, K, V))
-    o, ends, *tapes = torch.ops.ple_gdn.gated_delta_rule(
-        q, k, v, g, beta, starts, segments, chunk_offsets, None,
-        scale=scale, output_final_state=output_final_state, use_qk_l2norm=use_qk_l2norm, save_mode=save_mode,
-    )  # fmt: skip
-    final = zero.new_zeros(pack.shape[0] - 1 if output_final_state else 0, HV, K, V)
+    flow = Exchange(plan, plan.chains, shape, q, group_name, exchange)
+    _walk_all(run, chain, flow, plan.chains, starts)
+    final = starts.new_zeros(0, *shape)
     if output_final_state:
-        for i, s in enumerate(plan.segments):
-            if s.last:
-                final[plan.fragments[s.fragment].document] = ends[i]
-        if initial_state is not None and plan.rank == 0:
-            for document, fragments in enumerate(plan.chains):
-                if not fragments:
-                    final[document] = initial_state[document]
-    return o, final, starts, maps, *tapes
+        closing = [i for i, s in places if s.last]
+        final = _to_documents(plan, run.ends, closing, pack.shape[0] - 1, initial_state)
+    return run.o, final, starts, maps, *run.tapes
 
 
 def _kcp_backward(
@@ -167,51 +165,24 @@ def _kcp_backward(
     scale=None, use_qk_l2norm=False, group_name="", exchange="ring",
 ) -> _Tensors:  # fmt: skip
     plan = decode_plan(table)
-    HV, K, V = v.shape[2], k.shape[3], v.shape[3]
-    zero = q.new_zeros(HV, K, V, dtype=torch.float32)
-    closing = {
-        i: zero if dfinal_state is None else dfinal_state[plan.fragments[s.fragment].document].float()
-        for i, s in enumerate(plan.segments)
-        if s.last
-    }
-    values = _segment_adjoints(plan, do, closing, q, k, v, g, beta, starts, scale, use_qk_l2norm)
-    mapped = [i for i, s in enumerate(plan.segments) if needs_map(s)]
-    transposed = {i: m.transpose(-1, -2).contiguous() for i, m in zip(mapped, maps, strict=True)}
+    shape = (v.shape[2], k.shape[3], v.shape[3])
+    inputs = Inputs(q, k, v, g, beta, segments, chunk_offsets, scale, use_qk_l2norm)
+    run = _runs_of(q.device)[1](plan, inputs, do, starts, Tapes(gcum, k_rstd, qscale, x, h, delta))
+    places = list(enumerate(plan.segments))
+    ends = _between(plan, dfinal_state, [i for i, s in places if s.last], shape, q)
+    values = run.values([i for i, s in places if not s.first], ends)
+    mapped = [i for i, s in places if needs_map(s)]
+    transposed = {i: m.mT.contiguous() for i, m in zip(mapped, maps, strict=True)}
     chain = _Chain(plan, values, transposed, adjoint=True)
-    entering = exchange_states(plan, chain.chains, chain.fragment_maps(), (HV, K, V), q, group_name, exchange)
-    ends = _stack(plan, chain.starts(entering, closing), zero.new_empty(0, HV, K, V))
-    *grads, dstarts = torch.ops.ple_gdn.gated_delta_rule_backward(
-        do, ends, q, k, v, g, beta, starts, segments, chunk_offsets, None,
-        gcum, k_rstd, qscale, x, h, delta, scale=scale, use_qk_l2norm=use_qk_l2norm,
-    )  # fmt: skip
-    dinitial = zero.new_zeros(pack.shape[0] - 1 if initial_state is not None else 0, HV, K, V)
+    chains = [links[::-1] for links in plan.chains]
+    flow = Exchange(plan, chains, shape, q, group_name, exchange)
+    _walk_all(run, chain, flow, chains, ends)
+    grads = run.gradients()
+    dinitial = starts.new_zeros(0, *shape)
     if initial_state is not None:
-        for i, s in enumerate(plan.segments):
-            if s.first:
-                dinitial[plan.fragments[s.fragment].document] = dstarts[i]
-        if dfinal_state is not None and plan.rank == 0:
-            for document, fragments in enumerate(plan.chains):
-                if not fragments:
-                    dinitial[document] = dfinal_state[document]
+        opening = [i for i, s in places if s.first]
+        dinitial = _to_documents(plan, run.dstarts, opening, pack.shape[0] - 1, dfinal_state)
     return *grads, dinitial
-
-
-def _segment_adjoints(plan, do, closing, q, k, v, g, beta, starts, scale, l2norm) -> dict[int, torch.Tensor]:
-    """Start-state gradient of every segment that does not open its document, with nothing entering from behind
-    (the final-state gradient where the segment closes its document)."""
-    chosen = [(i, s) for i, s in enumerate(plan.segments) if not s.first]
-    if not chosen:
-        return {}
-    rows, parts = [i for i, _ in chosen], [s for _, s in chosen]
-    zero = torch.zeros_like(starts[0])
-    ends = torch.stack([closing.get(i, zero) for i in rows])
-    do, q, k, v, g, beta = (_gather(t, parts) for t in (do, q, k, v, g, beta))
-    none = [q.new_empty(0) for _ in range(6)]
-    dstarts = torch.ops.ple_gdn.gated_delta_rule_backward(
-        do, ends, q, k, v, g, beta, starts[rows], _bounds(parts, q.device), None, None, *none,
-        scale=scale, use_qk_l2norm=l2norm,
-    )[-1]  # fmt: skip
-    return {i: dstarts[n] for n, i in enumerate(rows)}
 
 
 def _kcp_forward_fake(

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
@@ -31,6 +31,18 @@ class Segment(NamedTuple):
     end: int
     first: bool  # opens its document: its start state is initial_state, it needs no map M
     last: bool  # closes its document: nothing follows it, it needs no summary
+
+
+class Run(NamedTuple):
+    """Segments [first, last) of a rank, which are tokens [start, end) and chunks [first_chunk, last_chunk) of it."""
+
+    first: int
+    last: int
+    start: int
+    end: int
+    first_chunk: int
+    last_chunk: int
+    whole: bool  # all segments of the rank
 
 
 def needs_map(s: Segment) -> bool:
@@ -75,6 +87,28 @@ class RankPlan:
             out.append(Segment(i, position, stop, position == offset and not f.has_pred, not f.has_succ))
             offset = stop
         return tuple(out)
+
+    @cached_property
+    def segment_chunks(self) -> tuple[int, ...]:
+        """Chunks before each local segment, and their number."""
+        return tuple(accumulate((-((s.start - s.end) // CHUNK) for s in self.segments), initial=0))
+
+    def runs(self, chosen: Iterable[int]) -> list[Run]:
+        """The chosen local segments (ascending) as runs of consecutive ones."""
+        out: list[list[int]] = []
+        for i in chosen:
+            if out and out[-1][1] == i:
+                out[-1][1] = i + 1
+            else:
+                out.append([i, i + 1])
+        chunks = self.segment_chunks
+        return [
+            Run(
+                a, b, self.segments[a].start, self.segments[b - 1].end, chunks[a], chunks[b],
+                b - a == len(self.segments),
+            )
+            for a, b in out
+        ]  # fmt: skip
 
     @cached_property
     def hops(self) -> int:

@@ -26,16 +26,39 @@ class Group:
 
 
 class _Mailbox:
-    def __init__(self, world: int) -> None:
-        self.barrier, self.parcels = threading.Barrier(world, timeout=300), [{} for _ in range(world)]
+    """The n-th collective of every rank belongs together; `issue` posts, `wait` blocks until all have posted."""
 
-    def exchange(self, plan, sends, receive_sizes, like, group_name) -> dict[int, torch.Tensor]:
-        self.parcels[plan.rank] = {r: torch.cat([t.reshape(-1) for t in parts]) for r, parts in sends.items()}
-        self.barrier.wait()
-        nothing = like.new_empty(0, dtype=torch.float32)
-        received = {r: self.parcels[r].get(plan.rank, nothing) for r in range(plan.world_size)}
-        self.barrier.wait()
-        assert {r: t.numel() for r, t in received.items() if t.numel()} == receive_sizes
+    def __init__(self, world: int) -> None:
+        self.changed, self.failed = threading.Condition(), False
+        self.posted: list[list[dict[int, torch.Tensor]]] = [[] for _ in range(world)]
+
+    def issue(self, plan, sends, receive_sizes, like, group_name) -> _Flight:
+        with self.changed:
+            mine = self.posted[plan.rank]
+            mine.append({r: torch.cat([t.reshape(-1) for t in parts]) for r, parts in sends.items()})
+            self.changed.notify_all()
+            return _Flight(self, plan, len(mine) - 1, receive_sizes)
+
+    def abort(self) -> None:
+        with self.changed:
+            self.failed = True
+            self.changed.notify_all()
+
+
+class _Flight:
+    def __init__(self, mailbox, plan, index, receive_sizes) -> None:
+        self.mailbox, self.plan, self.index, self.receive_sizes = mailbox, plan, index, receive_sizes
+
+    def wait(self) -> dict[int, torch.Tensor]:
+        box = self.mailbox
+        with box.changed:
+            box.changed.wait_for(lambda: box.failed or all(len(p) > self.index for p in box.posted), timeout=300)
+            if box.failed:
+                raise threading.BrokenBarrierError
+            parcels = [posted[self.index] for posted in box.posted]
+        nothing = torch.empty(0)
+        received = {r: parcel.get(self.plan.rank, nothing) for r, parcel in enumerate(parcels)}
+        assert {r: t.numel() for r, t in received.items() if t.numel()} == self.receive_sizes
         return received
 
 
@@ -48,7 +71,7 @@ def run_ranks(
 ) -> list[object]:
     """work(context) of every rank of `part`, each in a thread of its own; the first failure is raised."""
     mailbox, world = _Mailbox(part.world_size), part.world_size
-    patch.setattr(exchange_module, "_all_to_all_single", mailbox.exchange)
+    patch.setattr(exchange_module, "issue", mailbox.issue)
     results, failures = [None] * world, []
 
     def rank_main(rank: int) -> None:
@@ -57,7 +80,7 @@ def run_ranks(
             results[rank] = work(ctx)
         except BaseException as failure:
             failures.append(failure)
-            mailbox.barrier.abort()
+            mailbox.abort()
 
     threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(world)]
     for thread in threads:
