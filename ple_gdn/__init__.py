@@ -6,6 +6,7 @@ Importing registers the ops `torch.ops.ple_gdn.*`; it patches nothing and touche
 from __future__ import annotations
 
 from .explain import CapturedGraphs, capture_graphs, explain
+from .memory import MemoryTimeline, plot_memory
 from .ops.causal_conv1d.op import causal_conv1d
 from .ops.gated_delta_rule.op import gated_delta_rule
 from .ops.gated_delta_rule.tape_decisions import TapeDecision, last_tape_decision, tape_decisions
@@ -26,6 +27,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CapturedGraphs",
     "KcpContext",
+    "MemoryTimeline",
     "Packing",
     "Report",
     "TapeDecision",
@@ -52,6 +54,7 @@ __all__ = [
     "last_tape_decision",
     "merge_reports",
     "ple_gate_conv",
+    "plot_memory",
     "prepare_varlen",
     "tape_decisions",
 ]

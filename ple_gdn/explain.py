@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -17,6 +17,8 @@ from .untouched import Guarded, untouched
 
 if TYPE_CHECKING:
     from .fx_passes.records import GraphPass
+
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -55,11 +57,27 @@ def capture_graphs(
     return _trace(fn, args, kwargs, options).graphs
 
 
+def read_backward(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    options: dict[str, Any] | None,
+    read: Callable[[torch.fx.GraphModule], _T],
+) -> tuple[Report, list[_T]]:
+    """The report of one traced call, and what `read` says of each backward graph, in the order their forwards run."""
+    values: list[_T] = []
+    report = _trace(fn, args, kwargs, options, lambda gm: values.append(read(gm))).report()
+    return report, values
+
+
 class _Tracer:
     """A backend that traces everything, generates nothing, and notes each graph at each stage."""
 
-    def __init__(self, options: dict[str, Any] | None, guarded: Guarded) -> None:
+    def __init__(
+        self, options: dict[str, Any] | None, guarded: Guarded, see_backward: Callable[[torch.fx.GraphModule], None]
+    ) -> None:
         self.options = options
+        self.see_backward = see_backward
         self.guarded = guarded
         self.graphs = CapturedGraphs()
         self.reports: list[Report] = []
@@ -73,7 +91,7 @@ class _Tracer:
         from .backend import open_compilation
         from .fx_passes.graph_text import graph_text
 
-        stages = _Stages(graph_text(gm))
+        stages = _Stages(graph_text(gm), self.see_backward)
         compilation = open_compilation(None, self.options)
         compilation.inductor_options["force_disable_caches"] = True
         compilation.inner_compile = stages.inner_compile
@@ -96,8 +114,9 @@ class _Tracer:
 class _Stages:
     """Texts of one graph on its way through the backend."""
 
-    def __init__(self, dynamo: str) -> None:
+    def __init__(self, dynamo: str, see_backward: Callable[[torch.fx.GraphModule], None]) -> None:
         self.dynamo = dynamo
+        self.see_backward = see_backward
         self.pre_grad = dynamo
         self.passes: dict[str, str] = {}
         self.joint: str | None = None
@@ -128,6 +147,7 @@ class _Stages:
 
         if kwargs.get("is_backward", False):
             self.backward = graph_text(gm)
+            self.see_backward(gm)
         else:
             self.is_inference = kwargs.get("is_inference", False)
             self.forward = graph_text(gm)
@@ -153,14 +173,18 @@ def _written_inputs() -> list[int]:
 
 
 def _trace(
-    fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], options: dict[str, Any] | None
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    options: dict[str, Any] | None,
+    see_backward: Callable[[torch.fx.GraphModule], None] = lambda gm: None,
 ) -> _Tracer:
     from . import backend  # noqa: F401  (entered before Dynamo traces, as torch.compile does: it installs substitutions)
     from .dynamo_cache import forgotten, uncompiled
     from .ops.torch_versions import compile_arguments_of_a_trace
 
     with uncompiled(fn) as plain, untouched(plain, args, kwargs) as guarded:
-        tracer = _Tracer(options, guarded)
+        tracer = _Tracer(options, guarded, see_backward)
         # As the first compile of a process sees it: Dynamo remembers the sizes and numbers of earlier traces of the
         # same code, and would make those that differ symbolic, so that the text would depend on what ran before.
         with forgotten(tracer), torch._dynamo.config.patch(automatic_dynamic_shapes=False):

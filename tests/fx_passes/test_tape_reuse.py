@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from oracles.regions import HV, H, K, Stack, T, V, W, tokens
 
 import ple_gdn
+from ple_gdn.explain import read_backward
 
 
 def count(text: str, op: str) -> int:
@@ -22,7 +24,7 @@ def traced(model: torch.nn.Module, **options):
     return graphs.forward[0], graphs.backward[0], report.tapes
 
 
-@pytest.mark.parametrize("layers", [1, pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("layers", [1, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 8))])
 def test_a_region_with_later_savers_replays_and_reruns_only_the_output(layers):
     forward, backward, tapes = traced(Stack(closing=False, layers=layers))
     assert [t.verdict for t in tapes] == ["replay"] * layers
@@ -34,7 +36,7 @@ def test_a_region_with_later_savers_replays_and_reruns_only_the_output(layers):
     assert count(backward, "gated_delta_rule_backward") == layers
 
 
-@pytest.mark.parametrize("layers", [1, pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("layers", [1, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 8))])
 def test_a_region_closed_by_the_rule_hands_off_beside_the_reader_without_rerunning_the_output(layers):
     forward, backward, tapes = traced(Stack(closing=True, layers=layers))
     assert [t.verdict for t in tapes] == ["hand-off"] * layers
@@ -42,6 +44,29 @@ def test_a_region_closed_by_the_rule_hands_off_beside_the_reader_without_rerunni
     assert count(backward, "gated_delta_rule") == 0
     calls = re.findall(r"ple_gdn\.(gated_delta_rule_\w+)\.default\(", backward)
     assert calls == ["gated_delta_rule_tapes", "gated_delta_rule_backward"] * layers
+
+
+@pytest.mark.parametrize("closing", [True, False])
+def test_no_tape_outlives_its_reader_and_nothing_stands_between_them(closing):
+    _, (graph,) = read_backward(Stack(closing=closing, layers=2), (tokens(),), {}, None, lambda gm: gm.graph)
+    nodes = list(graph.nodes)
+    ops = torch.ops.ple_gdn
+    readers = [node for node in nodes if node.target is ops.gated_delta_rule_backward.default]
+    assert len(readers) == 2
+    for reader in readers:
+        tapes = [tape for tape in reader.args[11:] if tape.meta["val"].numel()]
+        assert len(tapes) == (6 if closing else 0)
+        for tape in tapes:
+            maker = tape.args[0]
+            assert maker.target is ops.gated_delta_rule_tapes.default
+            assert list(tape.users) == [reader]
+            between = nodes[nodes.index(maker) + 1 : nodes.index(reader)]
+            assert all(node.target is operator.getitem for node in between)
+    rules = [node for node in nodes if node.target is ops.gated_delta_rule.default]
+    assert len(rules) == (0 if closing else 2)
+    for rule in rules:
+        assert rule.kwargs["save_mode"] == "none"
+        assert sum(value.numel() for value in rule.meta["val"][2:]) == 0
 
 
 def test_a_reader_outside_the_region_that_the_backward_reruns_is_seen():
@@ -101,10 +126,9 @@ def gradients(model: torch.nn.Module, backend: str | None, options: dict | None 
 
 @pytest.mark.parametrize("closing", [False, True])
 def test_all_forms_give_the_same_gradient_bits(closing):
-    compiled = [gradients(Stack(closing, 1, reuse=reuse), "ple_gdn") for reuse in (not closing, "auto")]
-    forms = ((True, "full"), (False, "light"))
-    eager = [gradients(Stack(closing, 1, reuse=reuse, save_mode=mode), None) for reuse, mode in forms]
-    assert all(torch.equal(a, b) for a, b in zip(*compiled, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(*eager, strict=True))
-    for a, b in zip(compiled[0], eager[0], strict=True):
+    compiled = [gradients(Stack(closing, 1, reuse=reuse), "ple_gdn") for reuse in (True, False, "auto")]
+    eager = gradients(Stack(closing, 1), None)
+    for other in compiled[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(compiled[0], other, strict=True))
+    for a, b in zip(compiled[0], eager, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

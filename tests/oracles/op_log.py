@@ -13,12 +13,14 @@ _FIRST_TAPE = {"gated_delta_rule": 2, "gated_delta_rule_tapes": 0, "kcp_gated_de
 
 
 class OpLog(TorchDispatchMode):
-    """`calls`: names of the package's ops. `alive_at`: (name, tape bytes alive when it began) of every op."""
+    """`calls`: names of the package's ops. `alive_at`: (name, tape bytes alive when it began) of every op.
+    `peak_bytes`: most bytes alive after an op, of everything made inside the block."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[str] = []
         self.alive_at: list[tuple[str, int]] = []
+        self.peak_bytes = 0
         self._made: dict[int, tuple[StorageWeakRef, int, bool]] = {}
 
     def _alive(self) -> list[tuple[int, bool]]:
@@ -45,6 +47,7 @@ class OpLog(TorchDispatchMode):
                 storage = tensor.untyped_storage()
                 tape = namespace == "ple_gdn" and i >= _FIRST_TAPE.get(name, 99)
                 self._made.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes(), tape))
+        self.peak_bytes = max(self.peak_bytes, self.alive_bytes)
         if namespace == "ple_gdn":
             self.calls.append(name)
         return out

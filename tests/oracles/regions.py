@@ -59,3 +59,25 @@ class Stack(torch.nn.Module):
 
 def tokens() -> torch.Tensor:
     return torch.randn(1, T, W, generator=torch.Generator().manual_seed(1))
+
+
+class SwigluRegion(torch.nn.Module):
+    """A region of a rule on given q, k, v, g, beta, an output projection and a SwiGLU of `inner` units (0: none)."""
+
+    def __init__(self, heads: int, value_heads: int, width: int, inner: int, **options) -> None:
+        super().__init__()
+        size, self.options = value_heads * width, options
+        self.out = torch.nn.Linear(size, size, bias=False)
+        self.up = torch.nn.Linear(size, 2 * inner, bias=False) if inner else None
+        self.down = torch.nn.Linear(inner, size, bias=False) if inner else None
+
+    def body(self, *inputs: torch.Tensor) -> torch.Tensor:
+        o, _ = ple_gdn.gated_delta_rule(*inputs, use_qk_l2norm=True, **self.options)
+        y = self.out(o.flatten(-2))
+        if self.up is None:
+            return y
+        gate, up = self.up(y).chunk(2, -1)
+        return self.down(torch.nn.functional.silu(gate) * up)
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.body, *inputs, use_reentrant=False)
