@@ -73,7 +73,7 @@ SCHEMAS: dict[str, str] = {
         "(Tensor dy, Tensor hidden, Tensor weights) -> (Tensor dhidden, Tensor dweights)"
     ),
     # Context parallelism. table: the rank's plan (CPU int64); segments, chunk_offsets: its local segments; map_rows
-    # [n]: one entry per segment that needs a map, only its length matters; pack: the pack's cu_seqlens.
+    # [2 + n]: n segments need a map, only the length matters; pack: the pack's cu_seqlens. maps: flat, 2 spare.
     "kcp_gated_delta_rule": (
         "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state, Tensor pack, Tensor table, "
         "Tensor segments, Tensor chunk_offsets, Tensor map_rows, *, float? scale=None, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
@@ -14,6 +15,9 @@ from .plan import RankPlan, decode_plan, encode_plan, needs_map
 from .planner import H200_SM_COUNT, P_RULES, kcp_plan_row
 from .upload import upload_tables
 
+# A rank may need any number of maps, none included, and compiled graphs take sizes 0 and 1 for constants. What has a
+# size by that number has this much to spare, so that a pack with other numbers of maps is not a new graph.
+SPARE = 2
 EXCHANGES = ("ring", "all_to_all")
 
 
@@ -39,9 +43,10 @@ class KcpContext:
     Attributes:
         part, rank, device, p_rule, exchange, sm_count: as given to `build_kcp_context`.
         group_name: name of the process group ("" for one rank): what compiled graphs carry.
+        total_tokens: of the pack. Here and not asked of `part`: compiled graphs would guard on its documents.
         table: the plan as an int64 CPU tensor.
         pack: the pack's cu_seqlens as an int64 CPU tensor.
-        map_rows: `[n]`, one entry per local segment that needs a map (only its length matters, to compiled graphs).
+        map_rows: `[n + SPARE]` for n local segments that need a map; only its length matters, to compiled graphs.
         fragments: `[F + 1]` int64 on the device, local boundaries of the rank's fragments.
         segments: `[S + 1]` int64 on the device, local boundaries of the rank's segments.
         chunk_offsets: `[S + 1]` int64 on the device, 64-row chunks before each segment.
@@ -56,6 +61,7 @@ class KcpContext:
     sm_count: int
     group_name: str
     heads: tuple[int, int] | None = None
+    total_tokens: int = 0
     table: torch.Tensor = field(default_factory=_no_table)
     pack: torch.Tensor = field(default_factory=_no_table)
     map_rows: torch.Tensor = field(default_factory=_no_table)
@@ -100,8 +106,10 @@ class KcpContext:
             shift = torch.repeat_interleave(tables["shifts"], tables["lengths"], output_size=starts[-1])
             self.positions = shift.add_(torch.arange(starts[-1], device=self.device))
         self.pack = torch.tensor(self.part.cu_seqlens, dtype=torch.int64)
-        self.map_rows = torch.zeros(sum(needs_map(s) for s in segments), dtype=torch.int64)
-        self.heads = (H, HV)
+        self.map_rows = torch.zeros(SPARE + sum(needs_map(s) for s in segments), dtype=torch.int64)
+        self.heads, self.total_tokens = (H, HV), self.part.total_tokens
+        tables = (self.table, self.pack, self.map_rows, self.fragments, self.segments, self.chunk_offsets)
+        _mark_sizes_dynamic(*tables, self.positions)
         return self
 
     @property
@@ -175,3 +183,11 @@ def _device(device: object) -> torch.device:
         return torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"device: expected a torch.device or its name, got {device!r}") from error
+
+
+def _mark_sizes_dynamic(*tables: torch.Tensor) -> None:
+    """Sizes change from pack to pack: a graph compiled for one should take the next. No error where one cannot be."""
+    dynamo = sys.modules.get("torch._dynamo")  # importing it takes 1.5 s; absent, nothing is compiled yet
+    if dynamo is not None:
+        for table in tables:
+            dynamo.maybe_mark_dynamic(table, 0)

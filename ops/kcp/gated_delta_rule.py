@@ -16,6 +16,7 @@ from ..gated_delta_rule.tapes import Tapes
 from ..register import register_op
 from ..triton_support import triton_ready
 from ..validation import FLOATS, check_device, check_dtype, check_rank, check_shape
+from .context import SPARE
 from .exchange import Exchange, StateMap
 from .local import BackwardRun, ForwardRun, Inputs, index_tensor, segment_maps
 from .plan import RankPlan, decode_plan, needs_map
@@ -39,6 +40,13 @@ def _check_inputs(q, k, v, g, beta, initial_state, pack, table, segments, chunk_
         check_shape("initial_state", initial_state, shape, "[N, HV, K, V], N documents of the whole pack")
         check_dtype("initial_state", initial_state, (torch.float32,))
         check_device("initial_state", initial_state, q.device, "q")
+
+
+def _flatten_maps(maps: Tensor) -> Tensor:
+    """[n * HV * K * K + SPARE]: see SPARE."""
+    flat = maps.new_empty(maps.numel() + SPARE)
+    flat[:-SPARE] = maps.view(-1)
+    return flat
 
 
 class _Chain:
@@ -156,7 +164,7 @@ def _kcp_forward(
     if output_final_state:
         closing = [i for i, s in places if s.last]
         final = _to_documents(plan, run.ends, closing, pack.shape[0] - 1, initial_state)
-    return run.o, final, starts, maps, *run.tapes
+    return run.o, final, starts, _flatten_maps(maps), *run.tapes
 
 
 def _kcp_backward(
@@ -172,7 +180,8 @@ def _kcp_backward(
     ends = _between(plan, dfinal_state, [i for i, s in places if s.last], shape, q)
     values = run.values([i for i, s in places if not s.first], ends)
     mapped = [i for i, s in places if needs_map(s)]
-    transposed = {i: m.mT.contiguous() for i, m in zip(mapped, maps, strict=True)}
+    unflat = maps[:-SPARE].view(len(mapped), shape[0], shape[1], shape[1])
+    transposed = {i: m.mT.contiguous() for i, m in zip(mapped, unflat, strict=True)}
     chain = _Chain(plan, values, transposed, adjoint=True)
     chains = [links[::-1] for links in plan.chains]
     flow = Exchange(plan, chains, shape, q, group_name, exchange)
@@ -197,7 +206,7 @@ def _kcp_forward_fake(
         scale=scale, use_qk_l2norm=use_qk_l2norm, save_mode=save_mode,
     )  # fmt: skip
     final = starts.new_empty(pack.shape[0] - 1 if output_final_state else 0, HV, K, V)
-    return o, final, starts, starts.new_empty(map_rows.shape[0], HV, K, K), *tapes
+    return o, final, starts, starts.new_empty((map_rows.shape[0] - SPARE) * HV * K * K + SPARE), *tapes
 
 
 def _kcp_backward_fake(

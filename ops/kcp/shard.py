@@ -27,7 +27,7 @@ def kcp_scatter(x: torch.Tensor, ctx: KcpContext, dim: int = 1) -> torch.Tensor:
         TypeError, ValueError: not a tensor, an unprepared context, `dim` of another length than the pack.
     """
     _check_context(ctx)
-    _check(x, dim, ctx.part.total_tokens, "the pack's tokens", ctx)
+    _check(x, dim, ctx.total_tokens, "the pack's tokens", ctx)
     return x.index_select(dim, ctx.positions)
 
 
@@ -43,9 +43,9 @@ def kcp_gather(x: torch.Tensor, ctx: KcpContext, dim: int = 1) -> torch.Tensor:
         TypeError, ValueError: not a tensor, an unprepared context, `dim` of another length than the shard.
     """
     _check_context(ctx)
-    _check(x, dim, ctx.local_tokens, "this rank's tokens", ctx)
+    _check(x, dim, ctx.positions.shape[0], "this rank's tokens", ctx)
     rows = x.movedim(dim, 0)
-    pack = torch.ops.ple_gdn.kcp_gather(rows, ctx.table, ctx.positions, ctx.part.total_tokens, ctx.group_name)
+    pack = torch.ops.ple_gdn.kcp_gather(rows, ctx.table, ctx.positions, ctx.total_tokens, ctx.group_name)
     return pack.movedim(0, dim)
 
 

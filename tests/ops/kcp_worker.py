@@ -8,6 +8,7 @@ import traceback
 from datetime import timedelta
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 
 import ple_gdn
@@ -169,7 +170,71 @@ def check_scatter_gather(group, rank: int, world: int) -> None:
         assert torch.equal(local.grad, mine.detach())
 
 
-CHECKS = {f.__name__: f for f in (check_gdn, check_bytes, check_short_convolutions, check_scatter_gather)}
+class _Block(torch.nn.Module):
+    """A token-mixing block as a model would have it: PLE, short convolution and gated delta rule, all on a shard."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(2)
+        self.width = 2 * H * K + HV * V  # 96: two streams of 48 for PLE
+        shapes = {"conv": (self.width, 4), "ple": (self.width, 1, 4), "norm": (self.width,)}
+        for name, shape in shapes.items():
+            setattr(self, name, torch.nn.Parameter(0.3 * torch.randn(shape, generator=generator)))
+
+    def forward(self, pack: torch.Tensor, gates: torch.Tensor, cp) -> torch.Tensor:
+        x, g = ple_gdn.kcp_scatter(pack, cp), ple_gdn.kcp_scatter(gates, cp)
+        norms = (self.norm, 0.5 * self.norm, 0.1 + self.norm)
+        x = x + ple_gdn.ple_gate_conv(x, x.sin(), x[..., : self.width // 2], *norms, self.ple, dilation=3, cp=cp)
+        y = ple_gdn.causal_conv1d(x, self.conv, activation="silu", cp=cp)
+        q, k, v = y.split([H * K, H * K, HV * V], -1)
+        heads = q.unflatten(-1, (H, K)), k.unflatten(-1, (H, K)), v.unflatten(-1, (HV, V))
+        o, _ = ple_gdn.gated_delta_rule(*heads, -g.exp(), torch.sigmoid(g), use_qk_l2norm=True, cp=cp)
+        return ple_gdn.kcp_gather(o.flatten(2).tanh(), cp)
+
+
+def check_compiled(group, rank: int, world: int) -> None:
+    """The same block in one graph, forward and backward, on two ranks; a third pack is not a third graph."""
+    if world != 2:
+        return
+    block = _Block()
+
+    def run(fn, bounds: list[int]) -> list[torch.Tensor]:
+        ctx = ple_gdn.build_kcp_context(ple_gdn.kcp_partition(bounds, world, "zigzag"), group, rank, "cpu", p_rule=2)
+        ctx.prepare(H, HV)
+        generator = torch.Generator().manual_seed(bounds[-1])
+        leaves = [torch.randn(1, bounds[-1], n, generator=generator).requires_grad_() for n in (block.width, HV)]
+        block.zero_grad()
+        out = fn(*leaves, ctx)
+        out.square().sum().backward()
+        return [out.detach(), *(t.grad for t in (*leaves, *block.parameters()))]
+
+    for backend, tolerance in (("aot_eager", 0.0), ("inductor", 1e-5), ("ple_gdn", 1e-5)):
+        torch._dynamo.reset()
+        graphs = torch._dynamo.utils.counters["stats"]
+        before = graphs["unique_graphs"]
+        compiled = torch.compile(block, fullgraph=True, backend=backend)
+        packs = (BOUNDS, [0, 65, 90, 380], [0, 130, 131, 200, 390]) if backend == "aot_eager" else (BOUNDS,)
+        for bounds in packs:
+            for i, (got, expected) in enumerate(zip(run(compiled, bounds), run(block, bounds), strict=True)):
+                close(f"{backend} {bounds} {i}", got, expected, tolerance)
+        assert graphs["unique_graphs"] - before <= 2, f"{backend}: {graphs['unique_graphs'] - before} graphs"
+
+
+def check_row(group, rank: int, world: int) -> None:
+    """Every rank plans the same row."""
+    bounds = [0, 40961, 43961, 108961, 108978, 117978, 237978, 261987]
+    for layout, rule in itertools.product(LAYOUTS, ("row_cost_lpt", "wave_fill1")):
+        part = ple_gdn.kcp_partition(torch.tensor(bounds), world, layout)
+        ctx = ple_gdn.build_kcp_context(part, group, rank, "cpu", p_rule=rule).prepare(16, 48)
+        rows = [None] * world
+        dist.all_gather_object(rows, (ctx.plan.row, ctx.plan.fragments), group=group)
+        assert rows == [rows[0]] * world, rows
+
+
+CHECKS = {
+    f.__name__: f
+    for f in (check_row, check_gdn, check_bytes, check_short_convolutions, check_scatter_gather, check_compiled)
+}
 
 
 def worker(rank: int, world: int, port: int, queue) -> None:
