@@ -6,6 +6,7 @@ import torch
 
 from ..validation import FLOATS, check_device, check_dtype, check_rank, check_shape
 from ..varlen import check_packing
+from .arena import ALIGNMENT
 from .tapes import SAVE_MODES, Tapes, document_count, state_dtype, tape_dtype, tape_shapes
 
 REUSE_MODES = ("hand_off", "replay", "auto")
@@ -74,6 +75,11 @@ def _check_workspace(workspace: torch.Tensor, device: torch.device) -> None:
     check_device("workspace", workspace, device, "q")
     if not workspace.is_contiguous():
         raise ValueError(f"workspace: expected a contiguous tensor, got stride {tuple(workspace.stride())}")
+    if workspace.storage_offset() % ALIGNMENT:
+        raise ValueError(
+            f"workspace: expected a start at a multiple of {ALIGNMENT} bytes of its storage, got byte "
+            f"{workspace.storage_offset()}"
+        )
 
 
 def check_modes(save_mode: str, reuse_recompute_tapes: str) -> None:

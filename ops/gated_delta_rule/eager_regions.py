@@ -27,9 +27,10 @@ import torch
 
 from ..torch_versions import checkpoint_is_verified
 from .checkpoint_frame import Region, inside_a_backward, of_checkpoint, pack_hooks, region_of, selective
+from .checks import check_inputs
 from .tape_decisions import make_decision, remember, replay_flops
 from .tapes import KEPT, Tapes, new_tapes
-from .workspace import sizes_of
+from .workspace import check_workspace_bytes, needed_phases, sizes_of
 
 _CALLS = "ple_gdn_calls"  # attribute of a checkpoint frame: position -> _Call
 
@@ -107,6 +108,12 @@ class _Front(NamedTuple):
     options: dict[str, Any]
 
     def run(self, save_mode: str) -> tuple[torch.Tensor, ...]:
+        if save_mode == "none" and self.tensors[-1] is not None:
+            # The op sees a forward without a backward; here is the last chance to refuse before anything is computed.
+            check_inputs(*self.tensors)
+            q, _, v, _, _, _, cu_seqlens, _, workspace = self.tensors
+            phases = needed_phases(self.options["save_mode"], hand_off=False)
+            check_workspace_bytes(workspace, sizes_of(q, v, cu_seqlens), phases)
         return torch.ops.ple_gdn.gated_delta_rule(*self.tensors, **{**self.options, "save_mode": save_mode})
 
     def record(self, region: str, verdict: str, reason: str) -> None:
@@ -221,5 +228,5 @@ def _tapes(front: _Front) -> Tapes:
 def _end_rerun(front: _Front) -> NoReturn:
     """Saves the call's inputs without making its output, which nobody reads: early stop ends the rerun there."""
     q, _, v, _, _, _, cu_seqlens, *_ = front.tensors
-    _SaveOnly.apply(*front.tensors, *new_tapes(q, v, cu_seqlens, ()))
+    _SaveOnly.apply(*front.tensors[:-1], *new_tapes(q, v, cu_seqlens, ()))  # all but the workspace
     raise RuntimeError(f"torch {torch.__version__}: the rerun of a checkpoint region went past its last saved tensor")

@@ -94,35 +94,39 @@ def _prep_tapes(p: Problem, arena: Arena | None) -> tuple[Tensor, Tensor, Tensor
     return tuple(arena.bind(name, shape, dtype) for name, (shape, dtype) in shapes.items())
 
 
-def _scores(p: Problem, q: Tensor, k: Tensor, beta: Tensor, cu: Tensor | None, offsets: Tensor | None,
-            tapes: tuple[Tensor, ...], arena: Arena) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _walk_buffers(p: Problem, arena: Arena) -> tuple[Tensor, Tensor]:
     """Row table and score tiles of every chunk: temporaries of both directions."""
     table = arena.bind("row_table", (p.chunks, p.HV, 5 * CHUNK), torch.float32)
-    scores = arena.bind("scores", (p.chunks, p.HV, CHUNK, CHUNK), p.dtype)
+    return table, arena.bind("scores", (p.chunks, p.HV, CHUNK, CHUNK), p.dtype)
+
+
+def _scores(p: Problem, q: Tensor, k: Tensor, beta: Tensor, cu: Tensor | None, offsets: Tensor | None,
+            tapes: tuple[Tensor, ...], table: Tensor, scores: Tensor) -> None:  # fmt: skip
     score_kernel[(p.chunks * p.H,)](
         q, k, beta, *tapes[:3], cu, offsets, table, scores, p.documents, p.T, p.chunks_per_row, **p.heads,
         BK=block_width(p.K), VARLEN=p.varlen, DOT=p.dot, num_warps=4,
     )  # fmt: skip
-    return table, scores
 
 
 def launch_forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None,
     cu_seqlens: Tensor | None, chunk_offsets: Tensor | None, workspace: Tensor | None,
-    scale: float | None, output_final_state: bool, use_qk_l2norm: bool, save_mode: str,
+    scale: float | None, output_final_state: bool, use_qk_l2norm: bool, save_mode: str, output: bool = True,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """(o, final_state, gcum, k_rstd, qscale, x, h, delta); what `save_mode` does not keep is empty."""
+    """(o, final_state, gcum, k_rstd, qscale, x, h, delta); what `save_mode` does not keep is empty. `output=False`
+    makes no o either (empty), for a caller that wants the tapes of save_mode "full"."""
     q, k, v, g, beta = (t.contiguous() for t in (q, k, v, g, beta))
     p = Problem.of(q, v, cu_seqlens)
     arena = Arena(p.device, workspace)
     scale = p.K**-0.5 if scale is None else scale
-    o = p.new(p.B, p.T, p.HV, p.V)
+    o = p.new(*(v.shape if output else (0,)))
     states = (p.documents, p.HV, p.K, p.V)
     final = p.new(*(states if output_final_state else (0,)), dtype=torch.float32)
     full = save_mode == "full"
     h = p.new(*((p.chunks, p.HV, p.K, p.V) if full else (0,)))
     delta = p.new(*(v.shape if full else (0,)))
     tapes = _prep_tapes(p, arena if save_mode == "none" else None)
+    table, scores = _walk_buffers(p, arena)
     if p.documents == 0 or p.T == 0:
         o.zero_()
         if output_final_state:
@@ -131,17 +135,17 @@ def launch_forward(
         h0 = None if initial_state is None else initial_state.contiguous()
         cu, offsets = _packing(p, cu_seqlens, chunk_offsets)
         _prep(p, q, k, g, beta, cu, offsets, tapes, scale, use_qk_l2norm)
-        table, scores = _scores(p, q, k, beta, cu, offsets, tapes, arena)
+        _scores(p, q, k, beta, cu, offsets, tapes, table, scores)
         config = select(p.dtype.itemsize, p.K, p.V).scan
         forward_kernel[(p.documents * p.HV * -(-p.V // config.BV),)](
             q, k, v, table, scores, tapes[3], h0, cu, offsets, o, final, h, delta, p.T, p.chunks_per_row, **p.heads,
             V=p.V, BK=block_width(p.K), BV=config.BV, VARLEN=p.varlen, HAS_H0=h0 is not None,
-            STORE_HT=output_final_state, STORE_H=full, OUTPUT=True, DOT=p.dot, STAGES=config.num_stages,
+            STORE_HT=output_final_state, STORE_H=full, OUTPUT=output, DOT=p.dot, STAGES=config.num_stages,
             num_warps=config.num_warps,
         )  # fmt: skip
         if p.varlen:
             zero_output_tail_kernel[(132,)](
-                cu, o, *tapes, delta, p.documents, p.T,
+                cu, o if output else delta, *tapes, delta, p.documents, p.T,
                 WIDTH=p.HV * p.V, HV=p.HV, H=p.H, FULL=full, BLOCK=1024,
             )  # fmt: skip
     if save_mode == "none":
@@ -164,6 +168,16 @@ def launch_backward(
     dg, dbeta = p.new(p.B, p.T, p.HV, dtype=torch.float32), torch.empty_like(beta)
     has_h0 = initial_state is not None
     dh0 = p.new(*((p.documents, p.HV, p.K, p.V) if has_h0 else (0,)), dtype=torch.float32)
+    tapes = (gcum, k_rstd, qscale, x)
+    rebuild = any(tape.dim() == 1 for tape in tapes)
+    if rebuild:
+        tapes = _prep_tapes(p, arena)
+    table, scores = _walk_buffers(p, arena)
+    replay = h.dim() == 1 or delta.dim() == 1
+    if replay:
+        h = arena.bind("h", (p.chunks, p.HV, p.K, p.V), p.dtype)
+        delta = arena.bind("delta", tuple(v.shape), p.dtype)
+    dh = arena.bind("dh", (p.chunks, p.HV, p.K, p.V), p.dtype)
     if p.documents == 0 or p.T == 0:
         for gradient in (dq, dk, dv, dg, dbeta):
             gradient.zero_()
@@ -173,16 +187,9 @@ def launch_backward(
     h0 = initial_state.contiguous() if has_h0 else None
     dht = None if dfinal_state is None else dfinal_state.contiguous()
     cu, offsets = _packing(p, cu_seqlens, chunk_offsets)
-    tapes = (gcum, k_rstd, qscale, x)
-    if any(tape.numel() == 0 for tape in tapes):
-        tapes = _prep_tapes(p, arena)
+    if rebuild:
         _prep(p, q, k, g, beta, cu, offsets, tapes, scale, use_qk_l2norm)
-    table, scores = _scores(p, q, k, beta, cu, offsets, tapes, arena)
-    replay = h.numel() == 0 or delta.numel() == 0
-    if replay:
-        h = arena.bind("h", (p.chunks, p.HV, p.K, p.V), p.dtype)
-        delta = arena.bind("delta", tuple(v.shape), p.dtype)
-    dh = arena.bind("dh", (p.chunks, p.HV, p.K, p.V), p.dtype)
+    _scores(p, q, k, beta, cu, offsets, tapes, table, scores)
     configs = select(p.dtype.itemsize, p.K, p.V)
     common = {"V": p.V, "BK": block_width(p.K), "VARLEN": p.varlen, "DOT": p.dot, **p.heads}
     chains = p.documents * p.HV * -(-p.V // configs.scan.BV)

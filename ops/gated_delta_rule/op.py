@@ -120,7 +120,7 @@ def _backward_impl(
             *(*tapes, scale, use_qk_l2norm),
         )
     return reference.backward(
-        *(do, dfinal_state, q, k, v, g, beta, initial_state, cu_seqlens, chunk_offsets, tapes),
+        *(do, dfinal_state, q, k, v, g, beta, initial_state, cu_seqlens, chunk_offsets, workspace, tapes),
         scale=scale,
         use_qk_l2norm=use_qk_l2norm,
     )
@@ -164,6 +164,8 @@ def _setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, keyw
     _, final_state, *tapes = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*tapes, *(() if keyword_only_inputs["output_final_state"] else (final_state,)))
+    *inputs, ctx.workspace = inputs
+    # Scratch is not saved: hooks would copy it, and a write to it between the passes is none of autograd's business.
     ctx.save_for_backward(*inputs, *tapes)
     ctx.scale = keyword_only_inputs["scale"]
     ctx.use_qk_l2norm = keyword_only_inputs["use_qk_l2norm"]
@@ -178,7 +180,7 @@ def _autograd(
 ) -> tuple[torch.Tensor | None, ...]:
     with requesting(ctx.place) as request:
         saved = ctx.saved_tensors  # once: a second read raises inside torch.utils.checkpoint
-    q, k, v, g, beta, initial_state, cu_seqlens, chunk_offsets, workspace, *tapes = saved
+    q, k, v, g, beta, initial_state, cu_seqlens, chunk_offsets, *tapes = saved
     if request.tapes is not None:
         tapes = request.tapes
     if do is None and dfinal_state is None:
@@ -186,7 +188,7 @@ def _autograd(
     if do is None:
         do = q.new_zeros(()).expand(v.shape)
     *grads, dinitial_state = torch.ops.ple_gdn.gated_delta_rule_backward(
-        *(do, dfinal_state, q, k, v, g, beta, initial_state, cu_seqlens, chunk_offsets, workspace, *tapes),
+        *(do, dfinal_state, q, k, v, g, beta, initial_state, cu_seqlens, chunk_offsets, ctx.workspace, *tapes),
         scale=ctx.scale,
         use_qk_l2norm=ctx.use_qk_l2norm,
     )
@@ -249,8 +251,9 @@ def gated_delta_rule(
         reuse_recompute_tapes: under activation checkpointing, True feeds the recompute's tapes to the backward, False
             lets the backward rebuild them, "auto" chooses. Without a checkpoint it has no effect. Gradients are
             bitwise equal.
-        workspace: `[bytes]` uint8 on q's device, at least `gdn_workspace_bytes(...)`: scratch for kernels; the CPU
-            implementation checks it and leaves it alone.
+        workspace: `[bytes]` uint8 on q's device, at least `gdn_workspace_bytes(...)`, starting at a multiple of 256
+            bytes of its storage: the scratch of forward and backward, written without a trace in autograd or in the
+            schema. Nothing else may read it, and no two calls may use it at once.
         cp: a prepared `KcpContext`: the inputs are this rank's shard of its pack, `initial_state` the whole pack's;
             the final state is nonzero for documents that end on this rank. Then `cu_seqlens` must be None.
 

@@ -255,6 +255,7 @@ def backward(
     initial_state: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
     chunk_offsets: torch.Tensor | None,
+    workspace: torch.Tensor | None,
     tapes: Tapes,
     *,
     scale: float | None,
@@ -262,7 +263,7 @@ def backward(
 ) -> tuple[torch.Tensor, ...]:
     """The six gradients of the raw backward op; missing tapes are rebuilt first, by the walk that makes them."""
     problem = make_problem(q, k, v, g, beta, initial_state, cu_seqlens, chunk_offsets, scale, use_qk_l2norm)
-    complete = complete_tapes(Arena(q.device), tapes, q, v, cu_seqlens)
+    complete = complete_tapes(Arena(q.device, workspace), tapes, q, v, cu_seqlens)
     missing = tapes.missing()
     if missing:
         nothing = new_tapes(q, v, cu_seqlens, ())

@@ -35,7 +35,7 @@ def _impl(
 
         _o, _final_state, *tapes = launch_forward(
             *(q, k, v, g, beta, initial_state, cu_seqlens, chunk_offsets, workspace),
-            *(scale, False, use_qk_l2norm, "full"),
+            *(scale, False, use_qk_l2norm, "full", False),
         )
         return tuple(tapes)
     return tapes_alone(

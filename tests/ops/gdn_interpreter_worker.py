@@ -15,6 +15,12 @@ from oracles.gdn import NAMES, make_case, oracle, relative_rms
 from ple_gdn.ops.gated_delta_rule.launch import launch_backward, launch_forward
 
 
+def _used(tapes: tuple[torch.Tensor, ...], boundaries: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tapes without h's rows past the last chunk, which nothing writes or reads."""
+    *rows, h, delta = tapes
+    return (*rows, h[: int(((boundaries.diff() + 63) // 64).sum())], delta)
+
+
 def run(lengths: tuple[int, ...], use_qk_l2norm: bool, save_mode: str, **sizes: object) -> dict[str, float]:
     case = make_case(lengths, trailing=5, **sizes)
     if not use_qk_l2norm:
@@ -24,6 +30,9 @@ def run(lengths: tuple[int, ...], use_qk_l2norm: bool, save_mode: str, **sizes: 
     boundaries = torch.tensor(case.boundaries)
     shared = (*case[:6], boundaries, None, None)
     o, final_state, *tapes = launch_forward(*shared, scale, True, use_qk_l2norm, save_mode)
+    full = launch_forward(*shared, scale, False, use_qk_l2norm, "full")[2:]
+    alone = launch_forward(*shared, scale, False, use_qk_l2norm, "full", output=False)[2:]
+    assert all(torch.equal(a, b) for a, b in zip(_used(full, boundaries), _used(alone, boundaries), strict=True))
     gradients = launch_backward(case.do, case.dfinal_state, *shared, *tapes, scale, use_qk_l2norm)
     actual = dict(zip(NAMES, (o, final_state, *gradients), strict=True))
     return {name: relative_rms(actual[name], expected[name]) for name in NAMES}

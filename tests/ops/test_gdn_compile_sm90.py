@@ -43,6 +43,11 @@ def specs(itemsize: int, K: int, V: int, H: int = 16, HV: int = 48) -> dict[str,
             {**walk, "STORE_HT": True, "STORE_H": False, "OUTPUT": True},
             config.scan.num_warps,
         ),
+        "tapes": (
+            scan.forward_kernel,
+            {**walk, "STORE_HT": False, "STORE_H": True, "OUTPUT": False},
+            config.scan.num_warps,
+        ),
         "adjoint": (
             scan.adjoint_kernel,
             {**walk, "HAS_DHT": True, "STORE_DH0": True, "REPLAY": True},
@@ -86,11 +91,15 @@ def compile_for_hopper(itemsize: int, kernel: object, constants: dict, warps: in
 
 # Stack frame bytes per thread, 0 meaning no spill: Triton 3.6 gives (144, 0, 0, 16, 584), 3.9 (200, 0, 32, 32, 1856).
 # The gradient kernel's 128-row tiles do not fit 255 registers.
-STACK_LIMIT = {"prep": 208, "score": 0, "forward": 32, "adjoint": 32, "gradient": 1920}
+STACK_LIMIT = {"prep": 208, "score": 0, "forward": 32, "tapes": 32, "adjoint": 32, "gradient": 1920}
 
 
 @pytest.mark.parametrize(
-    "name", [*("score", "forward"), *(pytest.param(n, marks=pytest.mark.slow) for n in ("prep", "adjoint", "gradient"))]
+    "name",
+    [
+        *("score", "forward"),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("prep", "tapes", "adjoint", "gradient")),
+    ],
 )
 def test_the_training_shape_fits_a_hopper_multiprocessor(name: str, tmp_path: Path) -> None:
     shared, stack = compile_for_hopper(2, *specs(2, 128, 128)[name], tmp_path)
@@ -99,7 +108,7 @@ def test_the_training_shape_fits_a_hopper_multiprocessor(name: str, tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["prep", "score", "forward", "adjoint", "gradient"])
+@pytest.mark.parametrize("name", ["prep", "score", "forward", "tapes", "adjoint", "gradient"])
 @pytest.mark.parametrize(("itemsize", "width"), [key for key in TABLE if key != (2, 128)])
 def test_every_pinned_configuration_compiles_for_hopper(name: str, itemsize: int, width: int, tmp_path: Path) -> None:
     shared, _ = compile_for_hopper(itemsize, *specs(itemsize, width, width)[name], tmp_path)
