@@ -22,7 +22,7 @@ def inject(hidden: torch.Tensor, hyper_input: torch.Tensor, weights: torch.Tenso
 
 
 def grouped_rms_norm(x: torch.Tensor, weight: torch.Tensor, group_size: int, eps: float = 1e-6) -> torch.Tensor:
-    groups = x.float().reshape(*x.shape[:-1], -1, group_size)
+    groups = x.float().unflatten(-1, (x.shape[-1] // group_size, group_size))
     normed = groups * torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + eps)
     return (normed.flatten(-2) * (1.0 + weight.float())).type_as(x)
 

@@ -1,0 +1,242 @@
+"""Fuzzes `ple_gdn.gated_delta_rule`, forward and backward, against the float64 token recurrence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from harness import Failure, Source, Tally, main, rms, same_bits
+from oracles.gdn_dense import gated_delta_rule_dense
+from torch import Tensor
+
+import ple_gdn
+
+INPUTS = ("q", "k", "v", "g", "beta", "initial_state")
+# Allowed root mean square of the error, relative: of gates (dg, dbeta) and of everything else. Twice that of tests/ops,
+# as some of these tensors have a single row to take the mean over.
+BUDGETS = {
+    torch.float64: (1e-10, 1e-10),
+    torch.float32: (2e-5, 2e-5),
+    torch.bfloat16: (16e-3, 14e-3),
+    torch.float16: (4e-3, 4e-3),
+}
+# A quantity smaller than this share of its usual size is held to the budget of that size: what is left of a sum of
+# terms that cancel carries their rounding.
+FLOOR = 0.2
+GROUP = 16
+GATES = ("plain", "none", "strong", "mixed", "reset")
+BETAS = ("sigmoid", "zero", "one", "two", "uniform")
+
+
+@dataclass
+class Case:
+    """One call: the tensors given to the op, the float64 leaves of the oracle, what is asked of both."""
+
+    source: Source
+    name: str
+    given: dict[str, Tensor | None]
+    leaves: dict[str, Tensor]
+    options: dict[str, object]
+    packing: object
+    boundaries: tuple[int, ...] | None
+    wanted: list[str]
+    use_o: bool
+    use_state: bool
+
+
+def _gates(source: Source, shape: tuple[int, ...]) -> tuple[Tensor, Tensor, str]:
+    decay, strength = source.choice(GATES, (5, 1, 1, 1, 1)), source.choice(BETAS, (5, 1, 1, 1, 2))
+    g = torch.nn.functional.logsigmoid(source.normal(*shape)) / 4
+    if decay == "none":
+        g = torch.zeros_like(g)
+    elif decay == "strong":
+        g = g * 0 - source.choice((2.0, 60.0, 87.0))
+    elif decay == "mixed":
+        g = torch.where(source.uniform(*shape) < 0.4, -80.0, g)
+    elif decay == "reset":
+        g = torch.where(source.uniform(*shape) < 0.1, -1e4, g)
+    beta = {
+        "sigmoid": torch.sigmoid(source.normal(*shape)),
+        "zero": torch.where(source.uniform(*shape) < 0.5, 0.0, 0.7),
+        "one": torch.ones(*shape, dtype=torch.float64),
+        "two": torch.full(shape, 2.0, dtype=torch.float64),
+        "uniform": 2 * source.uniform(*shape),
+    }[strength]
+    return g, beta, f"{decay}/{strength}"
+
+
+def _keys(source: Source, shape: tuple[int, ...], use_qk_l2norm: bool) -> Tensor:
+    k = source.normal(*shape)
+    if source.chance(0.1):
+        k = k[:, :1] + source.choice((0.0, 0.3)) * k  # all alike
+    if source.chance(0.1):
+        k = torch.where(source.uniform(*shape[:-1], 1) < 0.3, 0.0, k)
+    if not use_qk_l2norm:
+        k = torch.nn.functional.normalize(k, dim=-1) * source.choice((1.0, 0.9, 0.3))
+    return k
+
+
+def _workspace(source: Source, sizes: dict[str, int], dtype: torch.dtype, documents: int, **mode: object) -> Tensor:
+    """Scratch of exactly the announced size, between guards."""
+    # The size follows from T and N alone: T may be more than the last boundary.
+    pack = torch.tensor([0] * documents + [sizes["tokens"]])
+    widths = (sizes[n] for n in ("H", "HV", "K", "V"))
+    return source.scratch("workspace", ple_gdn.gdn_workspace_bytes(pack, *widths, dtype=dtype, **mode))
+
+
+def _packing(source: Source, boundaries: tuple[int, ...] | None) -> object:
+    if boundaries is None:
+        return None
+    values = torch.tensor(boundaries, dtype=source.choice((torch.int32, torch.int64)))
+    cu_seqlens = source.guarded("cu_seqlens", values)
+    if source.chance(0.2):
+        cu_seqlens = cu_seqlens.cpu()
+    return ple_gdn.prepare_varlen(cu_seqlens) if source.chance(0.3) else cu_seqlens
+
+
+def _make(source: Source, name: str, sizes: dict[str, int]) -> Case:
+    device, pick = source.device, source.pick
+    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    dtype = source.choice(dtypes, (4, 3, 2, 1 if device.type == "cpu" else 0))
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    tokens = source.choice((pick.randint(0, 12), pick.randint(13, 90), pick.randint(91, sizes["longest"])), (3, 5, 2))
+    packed = source.chance(0.6)
+    boundaries = source.boundaries(tokens) if packed else None
+    batch = 1 if packed else pick.randint(1, 3)
+    documents = batch if boundaries is None else len(boundaries) - 1
+    use_qk_l2norm = source.chance(0.7)
+    rows, heads, value_heads = (batch, tokens), sizes["H"], sizes["HV"]
+    g, beta, kind = _gates(source, (*rows, value_heads))
+    beta_dtype = dtype if dtype == torch.float64 else source.choice((torch.float32, dtype))
+    state_shape = (documents, value_heads, sizes["K"], sizes["V"])
+    values = {
+        "q": (source.normal(*rows, heads, sizes["K"]), dtype),
+        "k": (_keys(source, (*rows, heads, sizes["K"]), use_qk_l2norm), dtype),
+        "v": (source.normal(*rows, value_heads, sizes["V"]), dtype),
+        "g": (g, wide),
+        "beta": (beta, beta_dtype),
+        "initial_state": (source.normal(*state_shape) * source.choice((1.0, 1.0, 30.0)), wide),
+    }
+    has_state = source.chance(0.5)
+    given = {n: source.guarded(n, x.to(d)) for n, (x, d) in values.items() if n != "initial_state" or has_state}
+    use_state = source.chance(0.5)
+    use_o = not use_state or source.chance(0.8)
+    wanted = [n for n in given if source.chance(0.8)] or ["v"]
+    options = {
+        "scale": source.choice((None, 1.0, -0.3, 0.05)),
+        "output_final_state": use_state,
+        "use_qk_l2norm": use_qk_l2norm,
+        "save_mode": source.choice(("light", "full")),
+        "reuse_recompute_tapes": source.choice((True, False, "auto")),
+    }
+    if packed and documents and dtype != torch.float64 and source.chance(0.2):
+        mode = {n: options[n] for n in ("save_mode", "reuse_recompute_tapes")}
+        options["workspace"] = _workspace(source, sizes | {"tokens": tokens}, dtype, documents, **mode)
+    leaves = {n: given[n].detach().cpu().double() if n in given else torch.zeros(state_shape).double() for n in INPUTS}
+    for n in wanted:
+        given[n].requires_grad_()
+        leaves[n].requires_grad_()
+    return Case(
+        *(source, f"{name} {str(dtype)[6:]} {kind}", given, leaves, options, _packing(source, boundaries), boundaries),
+        *(wanted, use_o, use_state),
+    )
+
+
+def _outputs(case: Case, o: Tensor, final_state: Tensor | None) -> list[Tensor]:
+    return [x for x, used in ((o, case.use_o), (final_state, case.use_state)) if used]
+
+
+def _call(case: Case, tensors: dict[str, Tensor], upstream: list[Tensor] | None) -> tuple[dict, list[Tensor]]:
+    """Outputs and gradients by name, and the upstream gradients (made after the first call)."""
+    state = {"initial_state": tensors.get("initial_state")}
+    five = (tensors[n] for n in INPUTS[:5])
+    o, final_state = ple_gdn.gated_delta_rule(*five, **state, cu_seqlens=case.packing, **case.options)
+    outputs = _outputs(case, o, final_state)
+    if upstream is None:
+        names = [n for n, used in (("do", case.use_o), ("dfinal_state", case.use_state)) if used]
+        upstream = [case.source.gradient(n, x) for n, x in zip(names, outputs, strict=True)]
+    wanted = [tensors[n] for n in case.wanted]
+    grads = torch.autograd.grad(outputs, wanted, upstream, allow_unused=True)
+    found = dict(zip((f"d{n}" for n in case.wanted), grads, strict=True))
+    return {"o": o.detach(), "final_state": None if final_state is None else final_state.detach(), **found}, upstream
+
+
+def _expected(case: Case, upstream: list[Tensor]) -> dict[str, Tensor]:
+    scale = case.options["scale"]
+    scale = case.leaves["q"].shape[-1] ** -0.5 if scale is None else scale
+    leaves = [case.leaves[n] for n in INPUTS]
+    o, state = gated_delta_rule_dense(*leaves, case.boundaries, scale, case.options["use_qk_l2norm"])
+    flat = [dy.cpu().double() for dy in upstream]
+    pairs = [(x, dy) for x, dy in zip(_outputs(case, o, state), flat, strict=True) if x.requires_grad]
+    wanted = [case.leaves[n] for n in case.wanted]
+    grads = [None] * len(wanted)
+    if pairs:
+        grads = torch.autograd.grad([x for x, _ in pairs], wanted, [dy for _, dy in pairs], allow_unused=True)
+    return {"o": o.detach(), "final_state": state.detach()} | {
+        f"d{n}": d for n, d in zip(case.wanted, grads, strict=True)
+    }
+
+
+def _judge(tally: Tally, case: Case, actual: dict, expected: dict[str, Tensor], usual: dict[str, float]) -> None:
+    gates, wide = BUDGETS[case.given["q"].dtype]
+    for name, got in actual.items():
+        want = expected[name]
+        if got is None:
+            if name != "final_state" and want is not None and rms(want) > 0:
+                tally.failures.append(Failure(case.name, name, "no gradient"))
+            continue
+        want = torch.zeros(got.shape).double() if want is None else want
+        like = {"o": case.given["v"], "final_state": got}.get(name, case.given.get(name[1:]))
+        if got.shape != want.shape or got.dtype != like.dtype or not got.is_contiguous():
+            tally.failures.append(Failure(case.name, name, f"{got.dtype} {tuple(got.shape)} {got.stride()}"))
+            continue
+        tally.compared += 1
+        if not got.numel():
+            continue
+        size = max(rms(want), FLOOR * usual.get(name, 0.0), 1e-30)
+        share = rms(got.cpu().double() - want) / size / (gates if name in ("dg", "dbeta") else wide)
+        tally.note(name, share)
+        if not share <= 1:
+            tally.failures.append(Failure(case.name, name, f"{share:.2f} of the allowed error (size {size:.2e})"))
+
+
+def _check_layout(tally: Tally, case: Case, actual: dict, upstream: list[Tensor]) -> None:
+    """Dense copies of inputs and upstream gradients must give the same bits."""
+    dense = {n: x.detach().contiguous().clone().requires_grad_(x.requires_grad) for n, x in case.given.items()}
+    again, _ = _call(case, dense, [dy.contiguous().clone() for dy in upstream])
+    for name, got in actual.items():
+        if got is not None and not same_bits(got, again[name]):
+            tally.failures.append(Failure(case.name, name, "other bits than from dense copies"))
+
+
+def fuzz(tally: Tally, seed: int, group: int, device: torch.device) -> None:
+    structure = Source("gdn", seed, group, device=device)
+    widths = (16, 32, 48, 64, 80, 128, 192, 256)
+    key_width, value_width = (structure.choice(widths, (12, 5, 2, 1, 1, 1, 1, 1)) for _ in range(2))
+    heads, ratio = structure.choice((1, 2, 3)), structure.choice((1, 2, 3, 4))
+    sizes = {"H": heads, "HV": heads * ratio, "K": key_width, "V": value_width, "longest": structure.choice((110, 220))}
+    cases, results, expected = [], [], []
+    for at in range(GROUP):
+        name = f"seed {seed} group {group} case {at} K={key_width} V={value_width}"
+        case = _make(Source("gdn", seed, group, at, device=device), name, sizes)
+        actual, upstream = _call(case, case.given, None)
+        if case.source.chance(0.2):
+            _check_layout(tally, case, actual, upstream)
+        for touched in case.source.touched():
+            tally.failures.append(Failure(case.name, touched, "written, or its guard was"))
+        cases.append(case)
+        results.append(actual)
+        expected.append(_expected(case, upstream))
+        tally.guards += case.source.guards
+        tally.kinds[str(case.given["q"].dtype)[6:]] += 1
+    usual = {}
+    for name in ("o", "final_state", *(f"d{n}" for n in INPUTS)):
+        found = [rms(e[name]) for e in expected if e.get(name) is not None]
+        usual[name] = sorted(found)[len(found) // 2] if found else 0.0
+    for case, actual, wanted in zip(cases, results, expected, strict=True):
+        _judge(tally, case, actual, wanted, usual)
+    tally.cases += len(cases)
+
+
+if __name__ == "__main__":
+    main(fuzz)

@@ -1,0 +1,102 @@
+"""A short slice of each fuzzer, and that they can fail. Long runs: RESULTS.md."""
+
+from __future__ import annotations
+
+import fuzz_gated_residual
+import fuzz_gdn
+import fuzz_ple
+import pytest
+import torch
+from harness import Source, Tally, run
+from oracles.gdn import make_case, token_recurrence
+from oracles.gdn_dense import gated_delta_rule_dense
+from oracles.ple import ple_inputs, ple_packed
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CPU = torch.device("cpu")
+FUZZERS = {"gdn": (fuzz_gdn, 320), "ple": (fuzz_ple, 300), "gated_residual": (fuzz_gated_residual, 600)}
+
+
+@pytest.mark.parametrize("name", FUZZERS)
+def test_no_case_is_wrong_and_no_guard_is_touched(name: str) -> None:
+    module, cases = FUZZERS[name]
+    tally = run(module.fuzz, cases, seed=2026)
+    assert tally.failures == []
+    assert tally.cases >= cases
+    assert tally.compared > 2 * cases
+
+
+@pytest.mark.parametrize(
+    ("name", "op"),
+    [
+        ("gdn", "gated_delta_rule_backward"),
+        ("ple", "ple_gate_conv_backward"),
+        ("gated_residual", "gated_residual_mix_backward"),
+    ],
+)
+def test_a_gradient_that_is_five_percent_off_is_seen(name: str, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = getattr(torch.ops.ple_gdn, op)
+
+    def wrong(*args: object, **kwargs: object) -> tuple[torch.Tensor, ...]:
+        first, *others = right(*args, **kwargs)
+        return (first * 1.05, *others)
+
+    monkeypatch.setattr(torch.ops.ple_gdn, op, wrong)
+    tally = run(FUZZERS[name][0].fuzz, 40, seed=3)
+    assert len(tally.failures) > 3
+
+
+def test_a_write_outside_a_tensor_or_into_an_input_is_seen() -> None:
+    source = Source("guards", device=CPU)
+    x = source.guarded("x", torch.zeros(3, 4))
+    y = source.guarded("y", torch.zeros(5, dtype=torch.int32), dense=True)
+    scratch = source.scratch("scratch", 32)
+    assert source.touched() == []
+    scratch.fill_(0)
+    assert source.touched() == []
+    torch.as_strided(y, (1,), (1,), y.storage_offset() - 1).fill_(0)
+    x[2, 3] = 1.0
+    torch.as_strided(scratch, (1,), (1,), scratch.storage_offset() + 32).fill_(0)
+    assert source.touched() == ["x", "y", "scratch"]
+
+
+def test_memory_that_is_not_written_is_nan() -> None:
+    seen = []
+
+    def look(tally: Tally, seed: int, group: int, device: torch.device) -> None:
+        seen.append(torch.empty(7).isnan().all())
+        tally.cases += 1
+
+    run(look, 1, seed=0)
+    assert seen == [True]
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("use_qk_l2norm", [True, False])
+def test_the_dense_oracle_is_the_token_recurrence(use_qk_l2norm: bool) -> None:
+    for seed, mode in enumerate(("plain", "mixed_decay", "one_reset", "beta_two", "zero_keys")):
+        case = make_case((20, 0, 1, 33), mode=mode, dtype=torch.float64, seed=seed, trailing=2)
+        k = torch.nn.functional.normalize(case.k, dim=-1)
+        results = []
+        for oracle in (token_recurrence, gated_delta_rule_dense):
+            leaves = [x.detach().clone().requires_grad_() for x in case._replace(k=k)[:6]]
+            outputs = oracle(*leaves, case.boundaries, 0.3, use_qk_l2norm)
+            grads = torch.autograd.grad(outputs, leaves, (case.do, case.dfinal_state))
+            results.append((*outputs, *grads))
+        for ours, theirs in zip(*results, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+def test_the_ple_oracle_is_each_document_alone() -> None:
+    boundaries = (0, 0, 5, 6, 20)
+    tensors = ple_inputs(1, 23, 3, 8, 4, dtypes=torch.float64, requires_grad=True)
+    mask = (torch.rand(1, 23, generator=torch.Generator().manual_seed(0)) < 0.7).double()
+    pair = (
+        fuzz_ple.ple_oracle(tensors, 2, 1e-6, mask, boundaries),
+        ple_packed(tensors, boundaries, dilation=2, conv_mask=mask),
+    )
+    dout = torch.randn(pair[0].shape, dtype=torch.float64)
+    grads = [torch.autograd.grad(out, tensors, dout) for out in pair]
+    for ours, theirs in zip((pair[0], *grads[0]), (pair[1], *grads[1]), strict=True):
+        torch.testing.assert_close(ours, theirs)

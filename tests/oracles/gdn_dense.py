@@ -1,0 +1,64 @@
+"""The token recurrence of `oracles.gdn` with each document written as one linear system: quick enough for a fuzzer.
+
+With G the cumulative decay of a document, D_ij = exp(G_i - G_j) for j <= i, and S_0 its initial state,
+`(I + strictly lower(beta_i D_ij k_i . k_j)) u = beta (v - exp(G) k S_0)`, `o = lower(D_ij q_i . k_j) u + exp(G) q S_0`
+and `S = exp(G_T) S_0 + sum_j exp(G_T - G_j) k_j u_j^T`. No chunks, no tapes; gradients by autograd, in float64.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from oracles.gdn import l2norm
+
+
+def _document(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """One document: q, k `[HV,T,K]`, v `[HV,T,V]`, g, beta `[HV,T]`, state `[HV,K,V]`."""
+    length = g.shape[1]
+    decay = g.cumsum(1)
+    lower = torch.ones(length, length, dtype=torch.bool).tril()
+    # Masked before exp: above the diagonal the difference may overflow.
+    ratio = (decay[:, :, None] - decay[:, None, :]).masked_fill(~lower, -torch.inf).exp()
+    system = (beta[:, :, None] * (k @ k.mT) * ratio).tril(-1) + torch.eye(length, dtype=q.dtype)
+    since = decay.exp()[:, :, None]
+    known = beta[:, :, None] * (v - since * (k @ state))
+    u = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
+    o = ((q @ k.mT) * ratio) @ u + since * (q @ state)
+    return o, since[:, -1:] * state + (k * ratio[:, -1, :, None]).mT @ u
+
+
+def gated_delta_rule_dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor,
+    boundaries: tuple[int, ...] | None,
+    scale: float,
+    use_qk_l2norm: bool,
+) -> tuple[Tensor, Tensor]:
+    """`(o, final_state)` of float64 `[B,T,..]`: a document per batch row, or one row cut at `boundaries`."""
+    if use_qk_l2norm:
+        q, k = l2norm(q), l2norm(k)
+    group = v.shape[2] // q.shape[2]
+    rows = [(q * scale).repeat_interleave(group, 2), k.repeat_interleave(group, 2), v, g, beta]
+    tokens = q.shape[1]
+    spans = [(b, 0, tokens) for b in range(q.shape[0])]
+    if boundaries is not None:
+        spans = [(0, start, end) for start, end in pairwise(boundaries)]
+    outputs, states = [], []
+    for n, (b, start, end) in enumerate(spans):
+        if start == end:
+            states.append(initial_state[n])
+            continue
+        o, state = _document(*(x[b, start:end].transpose(0, 1) for x in rows), initial_state[n])
+        outputs.append(o.transpose(0, 1))
+        states.append(state)
+    if boundaries is not None:
+        outputs.append(torch.zeros_like(v[0, boundaries[-1] :]))
+    o = torch.cat(outputs).reshape(v.shape) if outputs else torch.zeros_like(v)
+    return o, torch.stack(states) if states else initial_state * 1.0
