@@ -6,8 +6,10 @@ import functools
 from collections.abc import Callable
 
 import torch
+from torch._library import simple_registry
 
 from .schemas import NAMESPACE, SCHEMAS
+from .validation import check_tensor
 
 
 def _without_autocast(impl: Callable) -> Callable:
@@ -29,4 +31,39 @@ def register_op(name: str, impl: Callable, fake: Callable) -> torch.library.Cust
     """
     op = torch.library.custom_op(f"{NAMESPACE}::{name}", _without_autocast(impl), mutates_args=(), schema=SCHEMAS[name])
     op.register_fake(fake)
+    entry = simple_registry.singleton.find(op._qualname)
+    entry.torch_dispatch_rules = _RefusingDTensors(op._qualname)
+    if name.endswith("_backward"):
+        _refuse_second_derivatives(op, name.removesuffix("_backward"))
     return op
+
+
+class _RefusingDTensors(simple_registry.GenericTorchDispatchRuleHolder):
+    """The rules by which tensor subclasses run an op: DTensor's raises.
+
+    `torch.library.register_torch_dispatch` wants the class itself, whose import costs half of ours again.
+    """
+
+    def find(self, torch_dispatch_class: type) -> Callable | None:
+        if torch_dispatch_class.__name__ == "DTensor":
+            return _refuse_dtensors
+        return super().find(torch_dispatch_class)
+
+
+def _refuse_dtensors(cls: type, op: torch._ops.OpOverload, types: tuple, args: tuple, kwargs: dict | None) -> None:
+    given = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | (kwargs or {})
+    for name, value in given.items():
+        if isinstance(value, torch.Tensor):
+            check_tensor(name, value)
+
+
+def _refuse_second_derivatives(op: torch.library.CustomOpDef, name: str) -> None:
+    """Gives a backward op a derivative that raises: `create_graph=True` works until the second derivative is asked."""
+
+    def refuse(ctx: torch.autograd.function.FunctionCtx, *grads: torch.Tensor | None) -> None:
+        raise RuntimeError(
+            f"ple_gdn.{name} has no second derivative: its backward, ple_gdn::{name}_backward, is not differentiable; "
+            "compute gradients of gradients on a graph without it"
+        )
+
+    op.register_autograd(refuse)

@@ -140,8 +140,11 @@ def read_boundaries(
         chunk_offsets: must be the offsets that `prepare_varlen` gives for these boundaries.
 
     Raises:
-        ValueError: not starting at 0, decreasing, ending past `tokens`, or another packing's `chunk_offsets`.
+        ValueError: not starting at 0, decreasing, ending past `tokens`, another packing's `chunk_offsets`, or a tensor
+            on the meta device, which has no values.
     """
+    if cu_seqlens.is_meta:
+        raise ValueError("cu_seqlens: expected a tensor with values, got one on the meta device")
     content = cu_seqlens.detach().to("cpu", torch.int64)
     known = next((entry for entry in list(_READ) if torch.equal(entry[0], content)), None)
     if known is None:

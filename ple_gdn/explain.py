@@ -179,6 +179,8 @@ def _trace(
     options: dict[str, Any] | None,
     see_backward: Callable[[torch.fx.GraphModule], None] = lambda gm: None,
 ) -> _Tracer:
+    if not callable(fn):
+        raise TypeError(f"fn: expected a module or a function, got {type(fn).__name__}")
     from . import backend  # noqa: F401  (entered before Dynamo traces, as torch.compile does: it installs substitutions)
     from .dynamo_cache import forgotten, uncompiled
     from .ops.torch_versions import compile_arguments_of_a_trace

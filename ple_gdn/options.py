@@ -50,8 +50,10 @@ def parse_options(options: Mapping[str, Any] | None) -> tuple[Options, dict[str,
     """Splits `torch.compile`'s options into ours and Inductor's, both checked.
 
     Raises ValueError for a key that is neither ours nor an Inductor config key, naming the nearest valid ones, and
-    TypeError for a value whose type Inductor would refuse.
+    TypeError for a value whose type Inductor would refuse and for options that are no mapping.
     """
+    if options is not None and not isinstance(options, Mapping):
+        raise TypeError(f"options: expected a dict of option names and values, got {options!r}")
     given = dict(options or {})
     ours = {name: given.pop(name) for name in OPTION_NAMES if name in given}
     return Options(**ours), _check_inductor_options(given)

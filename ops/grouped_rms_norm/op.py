@@ -12,7 +12,7 @@ from ..validation import FLOATS, check_device, check_dtype, check_int, check_num
 from . import reference
 
 
-def _check(x: torch.Tensor, weight: torch.Tensor, group_size: int, dy: torch.Tensor | None = None) -> None:
+def _check(x: torch.Tensor, weight: torch.Tensor, group_size: int, eps: float, dy: torch.Tensor | None = None) -> None:
     check_dtype("x", x, FLOATS)
     check_dtype("weight", weight, FLOATS)
     if x.dim() < 1:
@@ -20,6 +20,8 @@ def _check(x: torch.Tensor, weight: torch.Tensor, group_size: int, dy: torch.Ten
     check_int("group_size", group_size)
     if group_size < 1 or x.shape[-1] % group_size:
         raise ValueError(f"group_size: expected a positive divisor of x's width {x.shape[-1]}, got {group_size}")
+    if not eps > 0:
+        raise ValueError(f"eps: expected a positive number, got {eps}")
     check_shape("weight", weight, (x.shape[-1],), "[W]")
     check_device("weight", weight, x.device, "x")
     if dy is not None:
@@ -29,19 +31,19 @@ def _check(x: torch.Tensor, weight: torch.Tensor, group_size: int, dy: torch.Ten
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor, *, group_size: int, eps: float = 1e-6) -> torch.Tensor:
-    _check(x, weight, group_size)
+    _check(x, weight, group_size, eps)
     return reference.grouped_rms_norm(x, weight, group_size, eps).contiguous()
 
 
 def _norm_fake(x: torch.Tensor, weight: torch.Tensor, *, group_size: int, eps: float = 1e-6) -> torch.Tensor:
-    _check(x, weight, group_size)
+    _check(x, weight, group_size, eps)
     return x.new_empty(x.shape)
 
 
 def _norm_backward(
     dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *, group_size: int, eps: float = 1e-6
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    _check(x, weight, group_size, dy)
+    _check(x, weight, group_size, eps, dy)
     dx, dweight = reference.grouped_rms_norm_backward(dy, x, weight, group_size, eps)
     return dx.contiguous(), dweight.contiguous()
 
@@ -49,7 +51,7 @@ def _norm_backward(
 def _norm_backward_fake(
     dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *, group_size: int, eps: float = 1e-6
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    _check(x, weight, group_size, dy)
+    _check(x, weight, group_size, eps, dy)
     return x.new_empty(x.shape), weight.new_empty(weight.shape)
 
 
@@ -86,7 +88,7 @@ def grouped_rms_norm(x: torch.Tensor, weight: torch.Tensor, *, group_size: int, 
         and rounded once to weight's dtype.
 
     Raises:
-        ValueError: group_size does not divide W, weight is not [W], or the devices differ.
+        ValueError: group_size does not divide W, eps is not positive, weight is not [W], or the devices differ.
         TypeError: an argument of another type or dtype.
     """
     check_tensor("x", x)
