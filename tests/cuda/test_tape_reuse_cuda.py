@@ -61,7 +61,8 @@ def test_a_step_retains_nothing(closing: bool, backend: str | None) -> None:
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     y = run(x)
-    torch.autograd.grad(y.square().sum(), gradients, retain_graph=True)
+    if backend is None:  # compiled backwards donate their buffers: one backward each
+        torch.autograd.grad(y.square().sum(), gradients, retain_graph=True)
     torch.autograd.grad(y.square().sum(), gradients)
     del y
     assert eager_regions.handed_bytes() == 0
