@@ -124,33 +124,55 @@ def _trace(function: Callable[..., Any], args: tuple, kwargs: dict, table: dict)
     return gm
 
 
-def _write_out(gm: torch.fx.GraphModule, node: torch.fx.Node, table: dict) -> list[torch.fx.Node]:
-    """Replaces one op node by its chain; returns the chain's nodes."""
-    function = CHAINS[node.target._schema.name.removeprefix("ple_gdn::")]
-    traced = _trace(function, torch.fx.map_arg(node.args, lambda n: n.meta["val"]), dict(node.kwargs), table)
-    inherited = {
-        k: v for k, v in node.meta.items() if k not in ("val", "tensor_meta", "eager_input_vals", "original_aten")
-    }
-    env: dict[torch.fx.Node, Any] = {}
-    placeholders = traced.graph.find_nodes(op="placeholder")
-    env.update(zip(placeholders, (a for a in node.args if isinstance(a, torch.fx.Node)), strict=True))
-    added = []
-    with gm.graph.inserting_before(node):
-        for inner in traced.graph.nodes:
-            if inner.op == "call_function":
-                env[inner] = gm.graph.node_copy(inner, lambda n: env[n])
-                env[inner].meta = {**inner.meta, **inherited}
-                added.append(env[inner])
-    (results,) = traced.graph.output_node().args
-    results = [env[r] for r in results]
-    if isinstance(node.meta["val"], torch.Tensor):
-        node.replace_all_uses_with(results[0])
-    else:
-        for getitem in list(node.users):
-            getitem.replace_all_uses_with(results[getitem.args[1]])
-            gm.graph.erase_node(getitem)
-    gm.graph.erase_node(node)
-    return added
+def _description(args: tuple, kwargs: dict) -> str:
+    """What a trace depends on: calls of one description have one chain."""
+    of_args = [(t.shape, t.stride(), t.dtype, t.device) if isinstance(t, torch.Tensor) else t for t in args]
+    return f"{of_args} {kwargs}"
+
+
+class _Chains:
+    """Writes ops out as the chains of `CHAINS`; layers of one shape share a trace."""
+
+    def __init__(self, table: dict) -> None:
+        self.table = table
+        self.traces: dict[tuple[Any, str], torch.fx.GraphModule] = {}
+
+    def trace(self, node: torch.fx.Node) -> torch.fx.Graph:
+        args, kwargs = torch.fx.map_arg(node.args, lambda n: n.meta["val"]), dict(node.kwargs)
+        key = (node.target, _description(args, kwargs))
+        if key not in self.traces:
+            function = CHAINS[node.target._schema.name.removeprefix("ple_gdn::")]
+            self.traces[key] = _trace(function, args, kwargs, self.table)
+        return self.traces[key].graph
+
+    def write_out(self, gm: torch.fx.GraphModule, node: torch.fx.Node) -> list[torch.fx.Node]:
+        """Replaces one op node by its chain; returns the chain's nodes."""
+        traced = self.trace(node)
+        inherited = {k: v for k, v in node.meta.items() if k not in OWN_META}
+        inputs = (a for a in node.args if isinstance(a, torch.fx.Node))
+        env: dict[torch.fx.Node, Any] = dict(zip(traced.find_nodes(op="placeholder"), inputs, strict=True))
+        added = []
+        with gm.graph.inserting_before(node):
+            for inner in traced.nodes:
+                if inner.op == "call_function":
+                    env[inner] = gm.graph.node_copy(inner, lambda n: env[n])
+                    env[inner].meta = {**inner.meta, **inherited}
+                    added.append(env[inner])
+        # Values of their own: whoever compares storages must not take two layers' results for one tensor.
+        with detect_fake_mode([node.meta["val"]]), enable_python_dispatcher():
+            for new in added:
+                args, kwargs = torch.fx.map_arg((new.args, new.kwargs), lambda n: n.meta["val"])
+                new.meta["val"] = new.target(*args, **kwargs)
+        (results,) = traced.output_node().args
+        results = [env[r] for r in results]
+        if isinstance(node.meta["val"], torch.Tensor):
+            node.replace_all_uses_with(results[0])
+        else:
+            for getitem in list(node.users):
+                getitem.replace_all_uses_with(results[getitem.args[1]])
+                gm.graph.erase_node(getitem)
+        gm.graph.erase_node(node)
+        return added
 
 
 def _rounds(node: torch.fx.Node) -> bool:
@@ -205,12 +227,12 @@ def _unhide_casts(graph: torch.fx.Graph) -> None:
 def _run(gm: torch.fx.GraphModule, context: PassContext) -> None:
     rounding = context.options.rounding
     _unhide_casts(gm.graph)
-    table = decompositions(rounding)
+    writer = _Chains(decompositions(rounding))
     targets = {getattr(torch.ops.ple_gdn, name).default for name in CHAINS}
     chains: list[torch.fx.Node] = []
     for node in list(gm.graph.nodes):
         if node.op == "call_function" and node.target in targets:
-            chains.extend(_write_out(gm, node, table))
+            chains.extend(writer.write_out(gm, node))
     gm.graph.eliminate_dead_code()
     if rounding == "fast":
         return

@@ -1,15 +1,19 @@
-"""Inductor lowerings of the ops."""
+"""Inductor lowerings of the ops, and how the code generated for them is built."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from .cpp_batches import register_cpp_batches
 from .gated_residual import register_gated_residual_lowerings
 from .grouped_rms_norm import register_grouped_rms_norm_lowerings
+from .inductor_costs import keep_dtype_rules
 from .rounding import register_rounding_lowerings
 
-# One `register_*()` per system, each idempotent.
+# Each idempotent.
 REGISTRARS: tuple[Callable[[], None], ...] = (
+    register_cpp_batches,
+    keep_dtype_rules,
     register_rounding_lowerings,
     register_gated_residual_lowerings,
     register_grouped_rms_norm_lowerings,

@@ -21,18 +21,18 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.decomposition import select_decomp_table
 
 from . import fx_passes, lowerings, ops
+from .collector import held
 from .fx_passes import record_substitutions, rounding_boundaries
 from .fx_passes.manager import (
     ChainedPass,
-    GraphSnapshot,
     JointPasses,
     Observer,
     cache_key,
-    nested_graph_modules,
     run_dynamo_passes,
     source_digest,
 )
 from .fx_passes.records import GraphPass, PassContext, PassFailure, Records
+from .lowerings import cpp_batches, inductor_costs
 from .ops.torch_versions import warn_if_untested
 from .options import Options, parse_options
 from .report import remember
@@ -89,8 +89,7 @@ class Compilation:
 
     def run(self, gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Rewrites and compiles `gm`; falls back to plain Inductor, loudly, if a rewritten graph does not compile."""
-        originals = [(module, GraphSnapshot(module)) for module in nested_graph_modules(gm)]
-        run_dynamo_passes(gm, self.passes, PassContext(self.options, self.records), self.observer)
+        rewritten = run_dynamo_passes(gm, self.passes, PassContext(self.options, self.records), self.observer)
         try:
             return compile_fx(
                 gm,
@@ -104,8 +103,8 @@ class Compilation:
             if control_flow:
                 raise
             failure = error
-        for module, snapshot in originals:
-            snapshot.restore(module)
+        for rewriting in rewritten:
+            rewriting.before.restore(rewriting.gm)
         kept = Records()
         run_dynamo_passes(gm, [p for p in self.passes if p.required], PassContext(self.options, kept), self.observer)
         compiled = compile_fx(
@@ -120,6 +119,11 @@ class Compilation:
         return compiled
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        inductor_costs.check_best_only()
+        with held(), cpp_batches.batched():
+            return self._generate_within_caches(*args, **kwargs)
+
+    def _generate_within_caches(self, *args: Any, **kwargs: Any) -> Any:
         # Torch 2.13 hashes the decompositions handed to it and cannot hash functions; our key covers the choice.
         if "get_decomp_fn" in kwargs:
             kwargs["get_decomp_fn"] = select_decomp_table
@@ -156,7 +160,8 @@ def ple_gdn(
     reported once on the logger "ple_gdn" and listed by `ple_gdn.last_report()`.
     """
     compilation = open_compilation(mode, options)
-    compiled = compilation.run(gm, example_inputs)
+    with held():
+        compiled = compilation.run(gm, example_inputs)
     remember(gm, compilation.records)
     return compiled
 

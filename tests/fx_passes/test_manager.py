@@ -14,7 +14,7 @@ import ple_gdn.fx_passes
 import ple_gdn.lowerings
 import ple_gdn.ops
 from ple_gdn.fx_passes.graph_text import graph_text
-from ple_gdn.fx_passes.manager import ChainedPass, JointPasses, cache_key, run_dynamo_passes, run_pass, source_digest
+from ple_gdn.fx_passes.manager import ChainedPass, JointPasses, Rewriting, cache_key, run_dynamo_passes, source_digest
 from ple_gdn.fx_passes.records import GraphPass, PassContext, Records, Rewrite
 from ple_gdn.options import Options
 
@@ -69,7 +69,7 @@ def test_a_pass_that_fails_leaves_graph_attributes_and_records_as_they_were(run,
     before, attributes = graph_text(gm), set(gm.__dict__)
     sources = [n._dynamo_source for n in gm.graph.find_nodes(op="placeholder")]
     with caplog.at_level(logging.WARNING, logger="ple_gdn"):
-        run_pass(GraphPass("unlucky", "dynamo", run), gm, context)
+        Rewriting(gm, context).run(GraphPass("unlucky", "dynamo", run))
     assert graph_text(gm) == before
     assert set(gm.__dict__) == attributes
     assert "left_behind" not in dict(gm.named_buffers())
@@ -78,6 +78,16 @@ def test_a_pass_that_fails_leaves_graph_attributes_and_records_as_they_were(run,
     assert context.records.rewrites == []
     assert [f.pass_name for f in context.records.failures] == ["unlucky"]
     assert "pass unlucky failed" in our_warning(caplog)
+
+
+def test_a_pass_that_fails_undoes_itself_and_not_the_passes_before_it(context):
+    gm = dynamo_graph(lambda x: torch.nn.functional.silu(x * 2) + 1, torch.ones(3))
+    passes = [GraphPass("swap", "dynamo", swap_silu_for_relu), GraphPass("unlucky", "dynamo", swap_then_raise)]
+    run_dynamo_passes(gm, passes, context)
+    assert "relu" in graph_text(gm)
+    torch.testing.assert_close(gm(torch.ones(3))[0], torch.relu(torch.ones(3) * 2) + 1)
+    assert [r.pass_name for r in context.records.rewrites] == ["swap"]
+    assert [f.pass_name for f in context.records.failures] == ["unlucky"]
 
 
 def test_passes_after_a_failing_one_still_run(context):
