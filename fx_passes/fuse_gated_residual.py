@@ -25,8 +25,8 @@ from .matching import (
     Refuse,
     check_floats,
     check_streams,
+    fixed_number,
     has_rows,
-    is_number,
     reduced_dims,
     run_pattern,
     short,
@@ -93,9 +93,11 @@ def find_down(chain: Chain, node: fx.Node) -> Plan | None:
         return None
     quotient = chain.skip(chain.term(node).args[0])
     term = chain.term(quotient)
-    if term.op != "div" or not is_number(term.args[1]) or value_of(term.args[0]) is None:
+    if term.op != "div" or value_of(term.args[0]) is None:
         return None
     x, divisor, rounding_mode = term.args
+    if (divisor := fixed_number(divisor)) is None:
+        return None
     if rounding_mode is not None:
         raise Refuse(f"divides with rounding_mode={rounding_mode!r}")
     mixed = _streams_of_mix(node)

@@ -34,7 +34,7 @@ from .matching import (
     check_floats,
     check_streams,
     dtype_of,
-    is_number,
+    fixed_number,
     reduced_dims,
     run_pattern,
     value_name,
@@ -70,12 +70,13 @@ def _like_number(chain: Chain, node: Any, op: str, expected: float, what: str) -
     """The tensor operand of `op(tensor, number)`, its number being `expected`, or Refuse."""
     node = chain.skip(node, casts=True)
     term = chain.term(node)
-    if term.op != op or not is_number(term.args[1]):
+    number = fixed_number(term.args[1]) if term.op == op else None
+    if number is None:
         raise Refuse(f"{what}: expected {op} with a number, got {term.op} ({value_name(node)})")
     if op == "div" and term.args[2] is not None:
         raise Refuse(f"{what}: divides with rounding_mode={term.args[2]!r}")
-    if not math.isclose(term.args[1], expected, rel_tol=1e-6):
-        raise Refuse(f"{what} is {term.args[1]:g}, expected {expected:g}")
+    if not math.isclose(number, expected, rel_tol=1e-6):
+        raise Refuse(f"{what} is {number:g}, expected {expected:g}")
     return term.args[0]
 
 

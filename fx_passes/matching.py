@@ -140,8 +140,8 @@ class Chain:
     def scalar_and_node(self, node: Any) -> tuple[float, fx.Node] | None:
         """For a commutative term of one number and one tensor, in either order."""
         for number, other in self.pairs(node):
-            if is_number(number) and isinstance(other, fx.Node):
-                return float(number), other
+            if (fixed := fixed_number(number)) is not None and isinstance(other, fx.Node):
+                return float(fixed), other
         return None
 
     def with_rows(self, node: fx.Node, rows: Iterable[Any], method: str, dim: int) -> fx.Node | Reshaped:
@@ -170,6 +170,20 @@ def has_rows(node: fx.Node, rows: tuple) -> bool:
 
 def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def fixed_number(value: Any) -> int | float | None:
+    """A number of the graph as such, or None for anything else.
+
+    Dynamo makes a float that changed between two compiles of one code object (the eps of another model of the same
+    class) an input. Reading it here guards on its value, so that a third one compiles anew.
+    """
+    if is_number(value):
+        return value
+    symbolic = value.meta.get("example_value") if isinstance(value, fx.Node) else None
+    if isinstance(symbolic, torch.SymFloat) and symbolic.node.hint is not None:
+        return float(symbolic)
+    return None
 
 
 def dtype_of(node: Any) -> torch.dtype | None:

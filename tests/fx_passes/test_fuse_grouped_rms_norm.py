@@ -216,6 +216,38 @@ def test_a_dynamic_length_gives_one_graph():
     assert fusing.ops() == ["grouped_rms_norm"]
 
 
+class ScaledNorm(torch.nn.Module):
+    def __init__(self, eps: float, scale: float) -> None:
+        super().__init__()
+        self.eps, self.scale = eps, scale
+
+    def forward(self, x, weight):
+        g = groups(x)
+        return finish(g * torch.rsqrt(mean_square(g) + self.eps), weight, x) * self.scale
+
+
+def test_models_of_one_class_with_other_constants_are_each_fused_with_their_own():
+    torch._dynamo.reset()
+    x, weight = tensors(torch.bfloat16)
+    backend = Fusing()
+    for eps in (1e-6, 0.5, 2.0, 0.5):
+        model = ScaledNorm(eps, 2.0)
+        assert torch.equal(torch.compile(model, backend=backend)(x, weight), model(x, weight))
+    assert len(backend.graphs) == 3
+    assert len(backend.records.rewrites) == 3
+    assert [node.kwargs["eps"] for node in backend.nodes("grouped_rms_norm")] == [1e-6, 0.5, 2.0]
+
+
+def test_a_number_that_is_no_part_of_a_chain_is_not_guarded_on():
+    torch._dynamo.reset()
+    x, weight = tensors(torch.float32)
+    backend = Fusing()
+    for scale in (2.0, 3.0, 4.0, 5.0):
+        model = ScaledNorm(EPS, scale)
+        torch.testing.assert_close(torch.compile(model, backend=backend)(x, weight), model(x, weight))
+    assert len(backend.graphs) == 2
+
+
 def test_snapshot_of_the_rewritten_graph():
     fusing = Fusing()
     fusing.compile(lambda x, weight: grouped_rms_norm(x, weight, C, EPS))(*tensors(torch.bfloat16))

@@ -75,7 +75,8 @@ def test_other_families(family: str):
 @pytest.mark.parametrize("how", ["whole", "layers"])
 def test_an_indexed_layer_keeps_its_graph_breaks_and_is_right(how: str):
     layers = {"layer_types": [tiny.LINEAR, tiny.LINEAR, tiny.LINEAR, "indexed_attention"]}
-    train(how, FP32, False, overrides=layers)
+    indexer = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16}
+    train(how, FP32, False, overrides=layers | indexer | {"indexer_budget": 32, "indexer_compress_ratio": 4})
 
 
 def test_what_is_rewritten_in_four_linear_layers_with_one_ple_block():
