@@ -18,7 +18,7 @@ from ..triton_support import triton_ready
 from ..validation import FLOATS, check_device, check_dtype, check_rank, check_shape
 from .context import SPARE
 from .exchange import Exchange, StateMap
-from .local import BackwardRun, ForwardRun, Inputs, index_tensor, segment_maps
+from .local import BackwardRun, ForwardRun, Inputs, index_tensor
 from .plan import RankPlan, decode_plan, needs_map
 
 Tensor = torch.Tensor
@@ -156,7 +156,7 @@ def _kcp_forward(
     starts = _between(plan, initial_state, [i for i, s in places if s.first], shape, q)
     values = run.values([i for i, s in places if not s.last], starts)
     mapped = [i for i, s in places if needs_map(s)]
-    maps = segment_maps(plan, mapped, x)
+    maps = run.maps(mapped)
     chain = _Chain(plan, values, dict(zip(mapped, maps, strict=True)), adjoint=False)
     flow = Exchange(plan, plan.chains, shape, q, group_name, exchange)
     _walk_all(run, chain, flow, plan.chains, starts)

@@ -88,6 +88,10 @@ class ForwardRun:
         )[1]  # fmt: skip
         return dict(zip(chosen, ends, strict=True))
 
+    def maps(self, chosen: list[int]) -> torch.Tensor:
+        """Maps of the chosen segments, [n, HV, K, K] fp32."""
+        return segment_maps(self.plan, chosen, self.x)
+
     def walk(self, run: Run, starts: torch.Tensor) -> None:
         x, tokens = self.x, slice(run.start, run.end)
         part = list(range(run.first, run.last))

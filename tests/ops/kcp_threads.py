@@ -26,10 +26,13 @@ class Group:
 
 
 class _Mailbox:
-    """The n-th collective of every rank belongs together; `issue` posts, `wait` blocks until all have posted."""
+    """The n-th collective of every rank belongs together; `issue` posts, `wait` blocks until all have posted.
+
+    One rank runs at a time, the holder of the baton: Triton's interpreter knows no threads.
+    """
 
     def __init__(self, world: int) -> None:
-        self.changed, self.failed = threading.Condition(), False
+        self.changed, self.failed, self.baton = threading.Condition(), False, threading.Lock()
         self.posted: list[list[dict[int, torch.Tensor]]] = [[] for _ in range(world)]
 
     def issue(self, plan, sends, receive_sizes, like, group_name) -> _Flight:
@@ -51,11 +54,13 @@ class _Flight:
 
     def wait(self) -> dict[int, torch.Tensor]:
         box = self.mailbox
+        box.baton.release()
         with box.changed:
             box.changed.wait_for(lambda: box.failed or all(len(p) > self.index for p in box.posted), timeout=300)
-            if box.failed:
-                raise threading.BrokenBarrierError
-            parcels = [posted[self.index] for posted in box.posted]
+        box.baton.acquire()
+        if box.failed:
+            raise threading.BrokenBarrierError
+        parcels = [posted[self.index] for posted in box.posted]
         nothing = torch.empty(0)
         received = {r: parcel.get(self.plan.rank, nothing) for r, parcel in enumerate(parcels)}
         assert {r: t.numel() for r, t in received.items() if t.numel()} == self.receive_sizes
@@ -75,12 +80,15 @@ def run_ranks(
     results, failures = [None] * world, []
 
     def rank_main(rank: int) -> None:
+        mailbox.baton.acquire()
         try:
             ctx = ple_gdn.build_kcp_context(part, Group(world), rank, "cpu", **options).prepare(*heads)
             results[rank] = work(ctx)
         except BaseException as failure:
             failures.append(failure)
             mailbox.abort()
+        finally:
+            mailbox.baton.release()
 
     threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(world)]
     for thread in threads:

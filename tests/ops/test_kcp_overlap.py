@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import ple_gdn
-from ple_gdn.ops.kcp import gated_delta_rule as op_module
 from ple_gdn.ops.kcp import local
 from ple_gdn.ops.kcp.exchange import Exchange
 
@@ -40,7 +39,7 @@ def log(monkeypatch) -> Log:
         where = kind.__name__
         note(kind, "values", lambda run, chosen, _, w=where: (run.plan, ("values", w, tuple(chosen))))
         note(kind, "walk", lambda run, part, _, w=where: (run.plan, ("walk", w, part.first, part.last)))
-    note(op_module, "segment_maps", lambda plan, chosen, _: (plan, ("maps", "", tuple(chosen))))
+    note(local.ForwardRun, "maps", lambda run, chosen: (run.plan, ("maps", "", tuple(chosen))))
     note(Exchange, "_issue", lambda exchange, *_: (exchange.plan, ("issue", "")))
     waiting = kcp_threads._Flight.wait
     monkeypatch.setattr(
