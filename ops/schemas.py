@@ -5,7 +5,7 @@ Rules the schemas follow:
 * A public front `ple_gdn.<name>` is a thin validated wrapper over the raw op of the same name.
 * Custom ops cannot return optional tensors: where a front returns None, the raw op returns an empty tensor.
 * Tapes (what a backward needs beyond the inputs) are extra outputs, never differentiable.
-* No op mutates or aliases its inputs.
+* No op mutates or aliases its inputs, except that `workspace` is scratch: undefined before and after every call.
 * Each backward is an op of its own, so a joint graph holds one forward and one backward node.
 """
 

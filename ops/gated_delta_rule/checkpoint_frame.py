@@ -8,6 +8,7 @@ private names: `torch_versions.VERIFIED_CHECKPOINTS` lists the releases whose na
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -44,8 +45,11 @@ class Region(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The checkpointed function's or module's name."""
+        """Class of the checkpointed module, or the function's name."""
         fn = _closure(self.frame.recompute_fn).get("fn")
+        while isinstance(fn, functools.partial):
+            fn = fn.func
+        fn = getattr(fn, "__self__", fn)  # a module's bound method
         return getattr(fn, "__qualname__", None) or type(fn).__name__
 
 

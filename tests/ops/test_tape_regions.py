@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 
@@ -362,6 +363,43 @@ def test_a_rerun_that_another_node_asked_for_hands_nothing_over() -> None:
     assert_same_bits(actual, expected)
 
 
+def test_a_rerun_for_one_rule_does_not_hand_it_the_tapes_of_another() -> None:
+    torch.manual_seed(0)
+    left, right = Gdn(), Gdn()
+    x = tokens().requires_grad_()
+    wanted = (x, left.proj.weight)
+    expected = torch.autograd.grad(left(x).square().sum(), wanted)
+    y, _ = checkpoint(lambda t: (left(t), right(t)), x, use_reentrant=False)
+    with OpLog() as log:
+        # The region's last saver is rerun while the first one waits for its inputs.
+        actual = torch.autograd.grad(y.square().sum(), wanted)
+    assert log.calls == REPLAYED
+    assert_same_bits(actual, expected)
+    assert verdicts() == ["replay"] * 2
+
+
+def test_a_rerun_of_the_outer_region_does_not_answer_the_inner_one() -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((1, T, H, K), (1, T, H, K), (1, T, HV, V), (1, T, HV), (1, T, HV))
+    q, k, v, g, beta = (torch.randn(shape, generator=generator) for shape in shapes)
+    g, beta = -g.abs(), beta.sigmoid()
+
+    def rule(x: torch.Tensor) -> torch.Tensor:
+        return ple_gdn.gated_delta_rule(x, k, v, g, beta, use_qk_l2norm=True)[0]
+
+    def outer(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        # One tensor is saved before either rule: both are at position 1 of their regions.
+        y = checkpoint(lambda t: rule(t.exp()), x, use_reentrant=False)
+        return y, rule(x.detach().requires_grad_() * 3)
+
+    q.requires_grad_()
+    (expected,) = torch.autograd.grad(rule(q.exp()).square().sum(), q)
+    y, _ = checkpoint(outer, q, use_reentrant=False)
+    (actual,) = torch.autograd.grad(y.square().sum(), q)
+    assert_same_bits([actual], [expected])
+    assert verdicts() == ["replay", "hand-off"]
+
+
 def test_a_backward_inside_the_region_gets_its_tapes_too() -> None:
     model = Stack(closing=True)
     layer = model.layers[0]
@@ -434,6 +472,18 @@ def test_context_parallel_calls_replay_in_a_region() -> None:
     assert_same_bits(actual, expected)
     assert only_decision().verdict == "replay"
     assert max(alive for _, alive in log.alive_at) == 0
+
+
+def test_a_region_is_named_by_its_module_or_function() -> None:
+    layer = Stack(closing=True).layers[0]
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        return layer(x)
+
+    for run in (layer, layer.forward, functools.partial(layer.forward), body):
+        checkpoint(run, tokens().requires_grad_(), use_reentrant=False).sum().backward()
+    names = [decision.region.rpartition(".")[2] for decision in ple_gdn.tape_decisions()]
+    assert names == ["Layer", "Layer", "Layer", "body"]
 
 
 def test_a_plain_call_and_an_inference_call_decide_nothing() -> None:
