@@ -22,6 +22,8 @@ from torch._inductor.codegen import common
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.utils import clear_on_fresh_cache
 
+from .inductor_costs import check_best_only
+
 PREFIX = "#include <torch/csrc/inductor/cpp_prefix.h>"
 # The whole of a kernel's program: the prefix header and one function. Anything else is left to Inductor.
 ENTRY = re.compile(r'extern "C"\s+void\s+kernel\(')
@@ -115,6 +117,8 @@ class BatchedCompile(AsyncCompile):
 
     def wait(self, scope: dict[str, Any]) -> None:
         names = [name for name, value in scope.items() if isinstance(value, _Kernel)]
+        if names:
+            check_best_only()
         threads = get_compile_threads()
         pending = []
         for members in shares([len(scope[n].source) for n in names], threads):

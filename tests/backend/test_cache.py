@@ -13,10 +13,17 @@ SCRIPT = """
 import json, logging, sys
 import torch
 from torch._dynamo.utils import counters
+from torch._inductor import cpp_builder
 import ple_gdn, ple_gdn.fx_passes
 from ple_gdn.fx_passes.records import GraphPass
 
 options, failing = json.loads(sys.argv[1]), sys.argv[2] == "failing"
+runs = []
+compile_one = cpp_builder.run_compile_cmd
+def count(command, **where):
+    runs.extend(word for word in command.split() if word.endswith(".main.cpp"))
+    return compile_one(command, **where)
+cpp_builder.run_compile_cmd = count
 warnings = []
 class Keep(logging.Handler):
     def emit(self, record):
@@ -36,7 +43,7 @@ torch.compile(fn, backend="ple_gdn", options=options)(h, k, v, *weights).sum().b
 names = ("autograd_cache_hit", "autograd_cache_miss", "autograd_cache_bypass")
 found = {name: counters["aot_autograd"][name] for name in names}
 found.update({name: counters["inductor"][name] for name in ("fxgraph_cache_hit", "fxgraph_cache_miss")})
-print(json.dumps({**found, "warnings": len(warnings)}))
+print(json.dumps({**found, "warnings": len(warnings), "compiler_runs": len(runs)}))
 """
 
 
@@ -62,9 +69,11 @@ def compile_in_a_process(tmp_path):
 def test_a_second_process_hits_both_caches_and_a_changed_option_misses(compile_in_a_process):
     first = compile_in_a_process()
     assert (first["autograd_cache_hit"], first["autograd_cache_miss"], first["autograd_cache_bypass"]) == (0, 1, 0)
+    assert first["compiler_runs"] == 2  # forward, backward
     second = compile_in_a_process()
     assert (second["autograd_cache_hit"], second["autograd_cache_miss"]) == (1, 0)
     assert (second["fxgraph_cache_hit"], second["fxgraph_cache_miss"]) == (2, 0)
+    assert second["compiler_runs"] == 0
     # An option that leaves this very graph as it was: only our part of the key can tell them apart.
     changed = compile_in_a_process(rounding="fast")
     assert (changed["autograd_cache_hit"], changed["autograd_cache_miss"]) == (0, 1)
