@@ -24,12 +24,15 @@ def missing_triton() -> str | None:
     try:
         triton = importlib.import_module("triton")
         importlib.import_module("triton.language")
-    except ImportError as error:
-        return f"triton cannot be imported ({error})"
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+        found = triton.__version__
+    except (
+        Exception
+    ) as error:  # a broken install raises anything: OSError of a library, AttributeError of an empty folder
+        return f"triton cannot be imported ({type(error).__name__}: {error})"
+    version = tuple(int(part) for part in found.split(".")[:2])
     if version < MINIMUM_TRITON:
         raise RuntimeError(
-            f"ple_gdn kernels need triton >= {'.'.join(map(str, MINIMUM_TRITON))}, found {triton.__version__}; "
+            f"ple_gdn kernels need triton >= {'.'.join(map(str, MINIMUM_TRITON))}, found {found}; "
             "install the triton that belongs to torch >= 2.11, or uninstall triton to run the reference path"
         )
     return None

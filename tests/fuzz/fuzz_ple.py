@@ -158,7 +158,16 @@ def _conv_case(source: Source) -> tuple[list[Tensor], Callable, Callable, str]:
     )
 
 
-def _judge(tally: Tally, name: str, what: str, got: Tensor, want: Tensor | None, like: Tensor, coarse: float) -> None:
+def _judge(
+    tally: Tally,
+    name: str,
+    what: str,
+    got: Tensor,
+    want: Tensor | None,
+    like: Tensor,
+    coarse: float,
+    smallest: float = SMALLEST,
+) -> None:
     """`coarse`: the budget of the coarsest dtype that the result was rounded through."""
     want = torch.zeros(got.shape).double() if want is None else want
     if got.shape != want.shape or got.dtype != like.dtype or not got.is_contiguous():
@@ -168,7 +177,7 @@ def _judge(tally: Tally, name: str, what: str, got: Tensor, want: Tensor | None,
     if not got.numel():
         return
     allowed = max(BUDGETS[got.dtype], coarse)
-    share = rms(got.cpu().double() - want) / max(rms(want), SMALLEST) / allowed
+    share = rms(got.cpu().double() - want) / max(rms(want), smallest) / allowed
     tally.note(f"{name.split()[6]} {what}", share)
     if not share <= 1:
         tally.failures.append(Failure(name, what, f"{share:.2f} of the allowed error (size {rms(want):.2e})"))
@@ -195,7 +204,9 @@ def _one(tally: Tally, source: Source, place: str) -> None:
     coarse = 2 * max(BUDGETS[x.dtype] for x in tensors[:2]) if conv else 0.0
     _judge(tally, name, "out", out.detach(), expected.detach(), tensors[0], coarse)
     for at, got, want in zip(wanted, grads, exact, strict=True):
-        _judge(tally, name, f"d{at}", got, want, tensors[at], coarse)
+        # Sums over tokens of terms that were rounded one by one.
+        smallest = 0.3 * math.sqrt(out.shape[0] * out.shape[1]) if conv and at else SMALLEST
+        _judge(tally, name, f"d{at}", got, want, tensors[at], coarse, smallest)
     if source.chance(0.2):
         dense = [x.detach().contiguous().clone().requires_grad_(x.requires_grad) for x in tensors]
         again = op(*dense)

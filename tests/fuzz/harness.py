@@ -100,9 +100,10 @@ class Source:
 
     def scratch(self, name: str, size: int) -> Tensor:
         """`size` bytes that an op may write, between guards that it may not."""
-        buffer = torch.full((size + 2 * GUARD,), 255, dtype=torch.uint8, device=self.device)
-        self._guarded.append((name, buffer, buffer.clone(), slice(GUARD, GUARD + size)))
-        return buffer[GUARD : GUARD + size]
+        start = 256  # as an allocator aligns, and as an op may ask for
+        buffer = torch.full((start + size + GUARD,), 255, dtype=torch.uint8, device=self.device)
+        self._guarded.append((name, buffer, buffer.clone(), slice(start, start + size)))
+        return buffer[start : start + size]
 
     def touched(self) -> list[str]:
         """Names of the tensors whose buffer is not bit for bit what it was."""
