@@ -249,8 +249,9 @@ def gated_delta_rule(
         save_mode: "light" keeps four small tapes for the backward, which replays the states; "full" keeps one state
             per 64 tokens and one row of V per token more and replays nothing. Gradients are bitwise equal.
         reuse_recompute_tapes: under activation checkpointing, True feeds the recompute's tapes to the backward, False
-            lets the backward rebuild them, "auto" chooses. Without a checkpoint it has no effect. Gradients are
-            bitwise equal.
+            lets the backward rebuild them, "auto" hands them over exactly where this call is proven to be the last of
+            its region that saves tensors (`tape_decisions()`, or `explain` for compiled code, says why). Without a
+            checkpoint it has no effect. Gradients are bitwise equal.
         workspace: `[bytes]` uint8 on q's device, at least `gdn_workspace_bytes(...)`, starting at a multiple of 256
             bytes of its storage: the scratch of forward and backward, written without a trace in autograd or in the
             schema. Nothing else may read it, and no two calls may use it at once.
