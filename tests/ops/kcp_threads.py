@@ -40,7 +40,7 @@ class _Mailbox:
             mine = self.posted[plan.rank]
             mine.append({r: torch.cat([t.reshape(-1) for t in parts]) for r, parts in sends.items()})
             self.changed.notify_all()
-            return _Flight(self, plan, len(mine) - 1, receive_sizes)
+            return _Flight(self, plan, len(mine) - 1, receive_sizes, like.device)
 
     def abort(self) -> None:
         with self.changed:
@@ -49,8 +49,9 @@ class _Mailbox:
 
 
 class _Flight:
-    def __init__(self, mailbox, plan, index, receive_sizes) -> None:
+    def __init__(self, mailbox, plan, index, receive_sizes, device) -> None:
         self.mailbox, self.plan, self.index, self.receive_sizes = mailbox, plan, index, receive_sizes
+        self.device = device
 
     def wait(self) -> dict[int, torch.Tensor]:
         box = self.mailbox
@@ -61,7 +62,7 @@ class _Flight:
         if box.failed:
             raise threading.BrokenBarrierError
         parcels = [posted[self.index] for posted in box.posted]
-        nothing = torch.empty(0)
+        nothing = torch.empty(0, device=self.device)
         received = {r: parcel.get(self.plan.rank, nothing) for r, parcel in enumerate(parcels)}
         assert {r: t.numel() for r, t in received.items() if t.numel()} == self.receive_sizes
         return received
@@ -72,6 +73,7 @@ def run_ranks(
     part: Partition,
     heads: tuple[int, int],
     work: Callable[[ple_gdn.KcpContext], object],
+    device: str = "cpu",
     **options: object,
 ) -> list[object]:
     """work(context) of every rank of `part`, each in a thread of its own; the first failure is raised."""
@@ -82,7 +84,7 @@ def run_ranks(
     def rank_main(rank: int) -> None:
         mailbox.baton.acquire()
         try:
-            ctx = ple_gdn.build_kcp_context(part, Group(world), rank, "cpu", **options).prepare(*heads)
+            ctx = ple_gdn.build_kcp_context(part, Group(world), rank, device, **options).prepare(*heads)
             results[rank] = work(ctx)
         except BaseException as failure:
             failures.append(failure)
