@@ -193,7 +193,10 @@ def gdn_saved_bytes(
     sizes = Sizes(tokens, tokens // CHUNK + documents, H, HV, K, V, dtype.itemsize)
     saved = sum(sizes.bytes_of(name) for name in KEPT[save_mode])
     if cp is not None:
-        saved += 4 * HV * K * (documents * V + cp.map_rows.shape[0] * K)
+        from ..kcp.context import SPARE
+
+        maps = (cp.map_rows.shape[0] - SPARE) * HV * K * K + SPARE
+        saved += 4 * (documents * HV * K * V + maps)
     return saved
 
 
