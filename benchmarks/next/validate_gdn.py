@@ -1,0 +1,228 @@
+"""One command on a GPU, 8 minutes at most: is each patch of this folder right, and is it faster?
+
+    python benchmarks/next/validate_gdn.py [--out DIRECTORY] [--only VARIANT ...]
+
+Each variant is this repository with some patches applied, in a folder of its own. First all variants are checked at the
+same time in processes of their own: every pinned configuration of the gated delta rule against the float64 token
+recurrence, adversarial gates and keys, equal bits of ten runs and of the kept and replayed tapes; and the convolution's
+CUDA tests. Then one variant after the other is timed. The table comes last; a `!` marks an error over its budget.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+NEXT = Path(__file__).parent
+VARIANTS = {
+    "main": (),
+    "gradient": ("gradient_kernels",),
+    "gradient+two_term": ("gradient_kernels", "two_term_operands"),
+    "gradient+head_passes": ("gradient_kernels", "head_passes"),
+}
+CHECK_SECONDS, TIME_SECONDS, TEST_SECONDS, BENCH_SECONDS = 200, 35, 70, 40
+# (dtype, K, V): every row of configs.TABLE, and widths that are padded.
+CLASSES = (
+    *(("bfloat16", w, w) for w in (128, 16, 32, 64, 256)),
+    *(("float32", w, w) for w in (16, 32, 64, 128, 256)),
+    *(("float16", w, w) for w in (64, 128, 256)),
+    *(("bfloat16", k, v) for k, v in ((48, 80), (192, 96), (128, 64))),
+)
+MODES = ("no_decay", "strong_decay", "beta_two", "beta_zero", "equal_keys", "near_equal_keys", "zero_keys", "one_reset")
+PLAIN = {"bfloat16": (4e-3, 5e-3), "float16": (2e-3, 2e-3), "float32": (1e-5, 1e-5)}
+STRESS = {"bfloat16": (7e-3, 8e-3), "float32": (1e-4, 1e-3)}
+SHAPES = (("1x32768", 1, 32768, 16, 48), ("8x4096", 8, 4096, 16, 48), ("1x8192", 1, 8192, 16, 48))
+
+
+def build(name: str, patches: tuple[str, ...], base: Path) -> Path:
+    """A patched copy with an importable `ple_gdn` in `site`."""
+    copy = base / name
+    folders = ("ple_gdn", "ops", "lowerings", "fx_passes", "tests", "benchmarks")
+    for folder in folders:
+        shutil.copytree(ROOT / folder, copy / folder)
+    for patch in patches:
+        with (NEXT / f"{patch}.patch").open("rb") as file:
+            subprocess.run(["git", "apply", "--whitespace=nowarn", "-"], cwd=copy, stdin=file, check=True)
+    package = copy / "site" / "ple_gdn"
+    shutil.copytree(copy / "ple_gdn", package)
+    for folder in folders[1:4]:
+        shutil.copytree(copy / folder, package / folder)
+    return copy
+
+
+def start(copy: Path, *arguments: str) -> subprocess.Popen:
+    code = "import sys; sys.path[:0] = [sys.argv[1], sys.argv[2]]; import runpy; sys.argv = sys.argv[3:]; "
+    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    command = [sys.executable, "-c", code, str(copy / "site"), str(copy / "tests"), str(Path(__file__).resolve())]
+    return subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen, deadline: float) -> dict[str, object]:
+    """Last line of its output as JSON; what it had printed, where it failed or ran out of time."""
+    try:
+        out, err = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        err += "\nout of time"
+    lines = [line for line in out.splitlines() if line.startswith("{")]
+    result = {}
+    for line in lines:
+        result.update(json.loads(line))
+    if process.returncode != 0:
+        result["failed"] = err.strip()[-600:]
+    return result
+
+
+def check(part: int, parts: int) -> None:
+    """Worst error over budget of every case of this part, one JSON line each."""
+    import torch
+    from oracles.gdn import NAMES, Case, make_case, oracle, relative_rms, run_front
+
+    work = [("plain", *each) for each in CLASSES]
+    work += [(mode, dtype, 128, 128) for mode in MODES for dtype in STRESS]
+    for mode, dtype, K, V in work[part::parts]:
+        lengths = (130, 0, 1, 64, 65, 63, 127) if mode == "plain" else (200, 65)
+        kind = {} if mode == "plain" else {"mode": mode}
+        sizes = {"heads": 2, "value_heads": 6, "key_width": K, "value_width": V}
+        case = make_case(lengths, dtype=getattr(torch, dtype), **kind, **sizes)
+        case = Case(*(x.cuda() if isinstance(x, torch.Tensor) else x for x in case))
+        budgets = (PLAIN if mode == "plain" else STRESS)[dtype]
+        expected, actual = oracle(case, K**-0.5, True), run_front(case)
+        errors = {}
+        for name in NAMES:
+            scale = expected[name].square().mean().sqrt().item()
+            error = relative_rms(actual[name], expected[name]) * (scale if scale < 1e-12 else 1.0)
+            errors[name] = error / budgets[name in ("dg", "dbeta")]
+        worst = max(errors, key=lambda n: errors[n] if errors[n] == errors[n] else float("inf"))
+        print(json.dumps({f"{mode} {dtype} {K}x{V}": [worst, round(errors[worst], 3)]}), flush=True)
+        if mode == "plain" and (dtype, K) in (("bfloat16", 128), ("float32", 64)):
+            same = all(
+                torch.equal(value, actual[name])
+                for i in range(10)
+                for name, value in run_front(case, save_mode="full" if i % 2 else "light").items()
+            )
+            print(json.dumps({f"ten runs, kept = replayed {dtype} {K}": ["bits", 0.0 if same else 99.0]}), flush=True)
+
+
+def clock() -> None:
+    """Milliseconds of forward, of forward and backward, of each kernel, and the peak, by shape."""
+    import torch
+
+    import ple_gdn
+
+    def median(call: object, repeats: int = 15) -> float:
+        for _ in range(3):
+            call()
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+        for first, last in events:
+            first.record()
+            call()
+            last.record()
+        torch.cuda.synchronize()
+        return sorted(first.elapsed_time(last) for first, last in events)[repeats // 2]
+
+    for name, B, T, H, HV in SHAPES:
+        torch.manual_seed(0)
+        unit = lambda: torch.nn.functional.normalize(torch.randn(B, T, H, 128, device="cuda"), dim=-1)  # noqa: B023, E731
+        q, k = unit().bfloat16().requires_grad_(), unit().bfloat16().requires_grad_()
+        v = torch.randn(B, T, HV, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        g = (torch.nn.functional.logsigmoid(torch.randn(B, T, HV, device="cuda")) / 4).requires_grad_()
+        beta = torch.sigmoid(torch.randn(B, T, HV, device="cuda")).requires_grad_()
+        leaves, do = (q, k, v, g, beta), torch.randn_like(v)
+        forward = lambda: ple_gdn.gated_delta_rule(*leaves)[0]  # noqa: B023, E731
+        both = lambda: torch.autograd.grad(forward(), leaves, do)  # noqa: B023, E731
+        row = {"forward": median(forward), "both": median(both)}
+        torch.cuda.reset_peak_memory_stats()
+        both()
+        row["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            both()
+            torch.cuda.synchronize()
+        row["kernels"] = {e.key: e.device_time_total / 1e3 for e in profile.key_averages() if "_kernel" in e.key}
+        print(json.dumps({name: row}), flush=True)
+
+
+def convolution(out: Path | None) -> str:
+    """The convolution's CUDA tests (first) and its benchmark (after them)."""
+    bench = [sys.executable, str(ROOT / "benchmarks/bench_causal_conv1d.py"), "--repeats", "10"]
+    bench += [] if out is None else ["--out", str(out / "causal_conv1d.json")]
+    tests = [sys.executable, "-m", "pytest", "-q", str(ROOT / "tests/cuda/test_causal_conv1d_cuda.py")]
+    lines = []
+    for command, seconds in ((tests, TEST_SECONDS), (bench, BENCH_SECONDS)):
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, cwd=ROOT)
+            lines += (done.stdout + done.stderr).strip().splitlines()[-8:]
+        except subprocess.TimeoutExpired:
+            lines.append(f"{command[-1]}: out of time")
+    return "\n".join(lines)
+
+
+def report(checks: dict[str, dict], times: dict[str, dict]) -> None:
+    print("\nworst error over its budget (1.00 = at the budget)")
+    for case in dict.fromkeys(key for found in checks.values() for key in found if key != "failed"):
+        cells = []
+        for name, found in checks.items():
+            worst, ratio = found.get(case, ["-", float("nan")])
+            cells.append(f"{name} {ratio:.2f} {worst}{'' if ratio <= 1 else '!'}")
+        print(f"  {case:34s} " + "   ".join(cells))
+    for name, found in {**checks, **{f"{n} (times)": t for n, t in times.items()}}.items():
+        if "failed" in found:
+            print(f"FAILED {name}: {found['failed']}")
+    print("\nms: forward, forward and backward, peak MiB; kernels")
+    for shape, *_ in SHAPES:
+        for name, found in times.items():
+            row = found.get(shape)
+            if row:
+                kernels = "  ".join(
+                    f"{k.removesuffix('_kernel')} {v:.3f}" for k, v in row["kernels"].items() if v > 0.02
+                )
+                totals = f"{row['forward']:6.3f} {row['both']:6.3f} {row['peak_mib']:6.0f}"
+                print(f"  {shape:8s} {name:22s} {totals}  {kernels}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", nargs="+", choices=list(VARIANTS))
+    parser.add_argument("--worker", nargs="+")
+    args = parser.parse_args()
+    if args.worker:
+        return clock() if args.worker[0] == "clock" else check(*map(int, args.worker[1:]))
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+    chosen = {name: VARIANTS[name] for name in args.only or VARIANTS}
+    chosen = {n: patches for n, patches in chosen.items() if all((NEXT / f"{p}.patch").exists() for p in patches)}
+    with tempfile.TemporaryDirectory() as folder:
+        copies = {name: build(name, patches, Path(folder)) for name, patches in chosen.items()}
+        parts = max(1, 12 // len(copies))
+        deadline = time.monotonic() + CHECK_SECONDS
+        running = {
+            name: [start(copy, "--worker", "check", str(i), str(parts)) for i in range(parts)]
+            for name, copy in copies.items()
+        }
+        checks = {}
+        for name, processes in running.items():
+            checks[name] = {}
+            for process in processes:
+                checks[name].update(finish(process, deadline))
+        times = {
+            name: finish(start(copy, "--worker", "clock"), time.monotonic() + TIME_SECONDS)
+            for name, copy in copies.items()
+        }
+    bench = convolution(args.out)
+    if args.out:
+        (args.out / "validate_gdn.json").write_text(json.dumps({"checks": checks, "times": times}, indent=1))
+    print(bench)
+    report(checks, times)
+
+
+if __name__ == "__main__":
+    main()
