@@ -50,6 +50,9 @@ class Stack(torch.nn.Module):
         torch.manual_seed(0)
         self.layers = torch.nn.ModuleList(Layer(closing, **kwargs) for _ in range(layers))
         self.checkpointed = checkpointed
+        with torch.no_grad():
+            for weight in self.parameters():
+                weight.mul_(5)  # as initialised, the gradients of two layers are 1e-20
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:

@@ -41,6 +41,7 @@ def gradients(model: torch.nn.Module, run: Callable | None = None) -> list[torch
     model.zero_grad()
     x = tokens().requires_grad_()
     (run or model)(x).square().sum().backward()
+    assert x.grad.abs().max() > 1e-5, "a gradient that vanishes tells nothing"
     return [x.grad, *(p.grad.clone() for p in model.parameters())]
 
 
