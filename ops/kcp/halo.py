@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
@@ -84,31 +86,42 @@ def _splits(copies: tuple[_Wanted, ...], world: int, peer: str) -> list[int]:
     return out
 
 
-def _index(copies: tuple[_Wanted, ...], field: str, device: torch.device) -> torch.Tensor:
-    runs = [torch.arange(getattr(w, field), getattr(w, field) + w.rows) for w in copies]
-    index = torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64)
-    return index.to(device, non_blocking=True)
+class _Indices(NamedTuple):
+    """Rows of one plan's halo on the device: made once for all layers, forward and backward."""
+
+    local: torch.Tensor  # extended row of each local row
+    give: torch.Tensor  # local rows that are sent, by peer
+    take: torch.Tensor  # extended rows that are received, by peer
+    sent: list[int]  # rows for each peer
+    received: list[int]
 
 
-def _local_rows(plan: RankPlan, halo: int, device: torch.device) -> torch.Tensor:
-    """Extended row of each local row."""
+@lru_cache(maxsize=32)
+def _indices(plan: RankPlan, halo: int, device: torch.device) -> _Indices:
+    gives, takes = _copies(plan, halo)
     lengths = [f.end - f.start for f in plan.fragments if f.rank == plan.rank]
-    runs, row = [], 0
-    for length in lengths:
-        runs.append(torch.arange(row + halo, row + halo + length))
-        row += halo + length
-    index = torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64)
-    return index.to(device, non_blocking=True)
+    starts = accumulate((halo + length for length in lengths), initial=halo)
+    return _Indices(
+        _rows(list(zip(starts, lengths, strict=False)), device),
+        _rows([(w.source, w.rows) for w in gives], device),
+        _rows([(w.target, w.rows) for w in takes], device),
+        _splits(gives, plan.world_size, "taker"),
+        _splits(takes, plan.world_size, "owner"),
+    )
+
+
+def _rows(runs: list[tuple[int, int]], device: torch.device) -> torch.Tensor:
+    """The rows of (start, length) runs, one after the other."""
+    index = [torch.arange(start, start + length) for start, length in runs]
+    return (torch.cat(index) if index else torch.empty(0, dtype=torch.int64)).to(device, non_blocking=True)
 
 
 def _halo(x: torch.Tensor, table: torch.Tensor, fragments: torch.Tensor, halo: int, group_name: str) -> torch.Tensor:
     plan = decode_plan(table)
-    gives, takes = _copies(plan, halo)
+    at = _indices(plan, halo, x.device)
     out = x.new_zeros(1, x.shape[1] + halo * (fragments.shape[0] - 1), x.shape[2])
-    out[0, _local_rows(plan, halo, x.device)] = x[0]
-    rows = x[0, _index(gives, "source", x.device)]
-    sent, received = _splits(gives, plan.world_size, "taker"), _splits(takes, plan.world_size, "owner")
-    out[0, _index(takes, "target", x.device)] = _exchange_rows(plan, rows, sent, received, group_name)
+    out[0, at.local] = x[0]
+    out[0, at.take] = _exchange_rows(plan, x[0, at.give], at.sent, at.received, group_name)
     return out
 
 
@@ -121,13 +134,11 @@ def _halo_backward(
 ) -> torch.Tensor:
     """Adjoint: gradients of borrowed rows go home and are added there in fixed order, in fp32 with one rounding."""
     plan = decode_plan(table)
-    gives, takes = _copies(plan, halo)
-    dx = dy[0, _local_rows(plan, halo, dy.device)].to(torch.promote_types(dy.dtype, torch.float32))
-    rows = dy[0, _index(takes, "target", dy.device)]
-    sent, received = _splits(takes, plan.world_size, "owner"), _splits(gives, plan.world_size, "taker")
-    returned = _exchange_rows(plan, rows, sent, received, group_name)
+    at = _indices(plan, halo, dy.device)
+    dx = dy[0, at.local].to(torch.promote_types(dy.dtype, torch.float32))
+    returned = _exchange_rows(plan, dy[0, at.take], at.received, at.sent, group_name)
     offset = 0
-    for w in gives:
+    for w in _copies(plan, halo)[0]:
         # slices, not a scatter: a row lent to two fragments is added twice, in list order
         dx[w.source : w.source + w.rows] += returned[offset : offset + w.rows]
         offset += w.rows
