@@ -7,7 +7,7 @@ A policy-gradient trainer compares log-probabilities of an eager rollout with th
 the same weights run once in eager and once with every decoder layer compiled, on the same rows of real text, and the
 script reports what the trainer would see: the log-probability difference, the 99.9 % tail of the importance ratio
 exp(Δ log p), and the worst relative gradient difference of a parameter. All layers are linear attention; PLE sits in
-the second. Weights are random, or trained in eager for `--train-steps` optimiser steps.
+the second. Weights are random, or trained in eager for `--train-steps` optimiser steps, once for all providers.
 
 Every provider is a process of its own; the baselines never load `ple_gdn`.
 """
@@ -19,6 +19,8 @@ import csv
 import json
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +60,25 @@ def log_probs(model, ids):
     return logits, logits.float().log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
 
 
-def train(model, steps: int, length: int, device: str) -> None:
+def train(args: argparse.Namespace, depth: int) -> dict[str, float]:
+    """Trains the stack in eager and leaves its weights for the providers; the loss before and after."""
     import torch
 
+    torch.set_num_threads(args.threads)
+    model, losses = build(depth, args.hidden, args.device), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for step in range(steps):
+    for step in range(args.train_steps):
         optimizer.zero_grad()
-        (-log_probs(model, rows_of_text(4, length, step + 1).to(device))[1].mean()).backward()
+        loss = -log_probs(model, rows_of_text(8, args.length, step + 1).to(args.device))[1].mean()
+        loss.backward()
         optimizer.step()
+        losses.append(loss.item())
+    torch.save(model.state_dict(), weights_of(args, depth))
+    return {"first loss": losses[0], "last loss": sum(losses[-10:]) / len(losses[-10:])}
+
+
+def weights_of(args: argparse.Namespace, depth: int) -> Path:
+    return Path(args.weights) / f"depth{depth}.pt"
 
 
 def evaluate(model, ids) -> tuple:
@@ -82,7 +95,8 @@ def drift(provider: str, args: argparse.Namespace, depth: int) -> dict[str, floa
 
     torch.set_num_threads(args.threads)
     model = build(depth, args.hidden, args.device)
-    train(model, args.train_steps, args.length, args.device)
+    if args.train_steps:
+        model.load_state_dict(torch.load(weights_of(args, depth), map_location=args.device))
     model = model.bfloat16()
     ids = rows_of_text(args.batch, args.length, 0).to(args.device)
     logits, logp, grads = evaluate(model, ids)
@@ -121,6 +135,16 @@ def plot(path: str, table: list[dict[str, Any]]) -> None:
     figure.savefig(path, dpi=120)
 
 
+def rows_of_worker(worker: str, weights: str) -> Iterator[dict[str, Any]]:
+    """What one worker process, started with this one's arguments, reports depth by depth."""
+    command = [sys.executable, __file__, *sys.argv[1:], "--worker", worker, "--weights", weights]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            yield json.loads(line)
+    if process.returncode:
+        raise SystemExit(f"worker {worker} failed")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 48])
@@ -134,24 +158,27 @@ def main() -> None:
     parser.add_argument("--csv")
     parser.add_argument("--plot")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--weights", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         for depth in args.depths:
-            print(json.dumps({"provider": args.worker, "depth": depth, **drift(args.worker, args, depth)}), flush=True)
+            found = train(args, depth) if args.worker == "train" else drift(args.worker, args, depth)
+            print(json.dumps({"provider": args.worker, "depth": depth, **found}), flush=True)
         return
     table = []
-    passed = [a for a in sys.argv[1:] if a not in ("--csv", "--plot", args.csv, args.plot)]
-    print(f"{'provider':>24} {'depth':>5}", *(f"{m:>19}" for m in MEASURES), "worst parameter")
-    for provider in args.providers:
-        command = [sys.executable, __file__, *passed, "--worker", provider]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            for line in process.stdout:
-                table.append(json.loads(line))
-                row = table[-1]
+    with tempfile.TemporaryDirectory() as weights:
+        if args.train_steps:
+            for row in rows_of_worker("train", weights):
+                print(
+                    f"trained {row['depth']:>3} layers: loss {row['first loss']:.2f} to {row['last loss']:.2f}",
+                    flush=True,
+                )
+        print(f"{'provider':>24} {'depth':>5}", *(f"{m:>19}" for m in MEASURES), "worst parameter")
+        for provider in args.providers:
+            for row in rows_of_worker(provider, weights):
+                table.append(row)
                 cells = (f"{row[m]:>19.3g}" for m in MEASURES)
                 print(f"{provider:>24} {row['depth']:>5}", *cells, row["worst name"], flush=True)
-        if process.returncode:
-            raise SystemExit(f"provider {provider} failed")
     if args.csv:
         with open(args.csv, "w", newline="") as file:
             writer = csv.DictWriter(file, ["provider", "depth", *MEASURES, "worst name"])
