@@ -172,9 +172,11 @@ def read_term(node: fx.Node) -> Term:
     target = node.target
     if target is operator.getitem:
         return _read_getitem(node)
+    # `x.mT` is traced as an attribute up to torch 2.13 and as aten.mT from 2.14 on.
+    if target is torch.ops.aten.mT or (target is builtins.getattr and node.args[1:] == ("mT",)):
+        return Term("permute", (node.args[0], _swap(value_of(node).dim(), -1, -2)))
     if target is builtins.getattr:
-        rank = value_of(node).dim()
-        return Term("permute", (node.args[0], _swap(rank, -1, -2))) if node.args[1:] == ("mT",) else OPAQUE
+        return OPAQUE
     if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         packet = target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
         if not packet._qualified_op_name.startswith("aten::"):

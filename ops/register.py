@@ -7,16 +7,26 @@ from collections.abc import Callable
 
 import torch
 from torch._library import simple_registry
+from torch.autograd import forward_ad
 
 from .schemas import NAMESPACE, SCHEMAS
 from .validation import check_tensor
 
 
-def _without_autocast(impl: Callable) -> Callable:
-    """Autocast stays active inside a custom op's body: a reference's matmuls would silently run in 16 bits."""
+def _alone(name: str, impl: Callable) -> Callable:
+    """`impl` as torch's modes must not change it.
+
+    Autocast stays active inside a custom op's body: a reference's matmuls would silently run in 16 bits. Forward-mode
+    AD takes the formula that an op does not have for a zero tangent, and shows a transform's tangent to nobody here.
+    """
 
     @functools.wraps(impl)
     def run(*args, **kwargs):
+        if forward_ad._current_level >= 0:
+            raise TypeError(
+                f"ple_gdn::{name} has no forward-mode derivative, and was called under forward-mode AD "
+                "(torch.func.jvp, jacfwd, hessian or a dual level); use torch.autograd.grad"
+            )
         with torch._C._DisableAutocast():
             return impl(*args, **kwargs)
 
@@ -29,7 +39,7 @@ def register_op(name: str, impl: Callable, fake: Callable) -> torch.library.Cust
     `custom_op` and not `triton_op`: the latter decomposes under functionalisation, so joint-graph passes and lowerings
     would never see a node of ours (COMPILER.md H).
     """
-    op = torch.library.custom_op(f"{NAMESPACE}::{name}", _without_autocast(impl), mutates_args=(), schema=SCHEMAS[name])
+    op = torch.library.custom_op(f"{NAMESPACE}::{name}", _alone(name, impl), mutates_args=(), schema=SCHEMAS[name])
     op.register_fake(fake)
     entry = simple_registry.singleton.find(op._qualname)
     entry.torch_dispatch_rules = _RefusingDTensors(op._qualname)
