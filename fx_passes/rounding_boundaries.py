@@ -27,7 +27,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ..lowerings.rounding import SHORT_SUMS, can_lower, is_short_sum, rounded_op
+from ..lowerings.rounding import BY_ATEN, SHORT_SUMS, can_lower, is_short_sum, rounded_op
 from ..ops.gated_residual import reference as gated_residual
 from ..ops.grouped_rms_norm import reference as grouped_rms_norm
 from ..ops.validation import LOW_PRECISION
@@ -58,6 +58,8 @@ PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, ate
 
 # Decompositions that do not round where eager does: left out for 16-bit operands, so that the node arrives here.
 KEPT_WHOLE = (aten.sigmoid_backward.default, aten.silu.default, aten.silu_backward.default)
+# With "eager_all" so are those of ops that only ATen's own kernels compute as eager does.
+KEPT_WHOLE_IN_ALL = (*KEPT_WHOLE, *BY_ATEN)
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor, *, group_size: int, eps: float = 1e-6) -> torch.Tensor:
@@ -104,8 +106,9 @@ def decompositions(rounding: str) -> dict[torch._ops.OperatorBase, Callable[...,
     def unless_low(decomposition: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **kwargs: NotImplemented if _is_low(args) else decomposition(*args, **kwargs)
 
-    for target in KEPT_WHOLE:
-        table[target] = unless_low(table[target])
+    for target in KEPT_WHOLE if rounding == "eager" else KEPT_WHOLE_IN_ALL:
+        if target in table:
+            table[target] = unless_low(table[target])
     return table
 
 
@@ -279,7 +282,7 @@ class RoundMarkedNodes(CustomGraphPass):
         for node in graph.nodes:
             # A saved tensor's placeholder in the backward carries the mark of the node it comes from.
             if node.op == "call_function" and node.meta.get(MARK):
-                node.target = rounded_op(node.target, *node.args)
+                node.target = rounded_op(node.target, *node.args, **node.kwargs)
 
     def uuid(self) -> str:
         return self.key

@@ -11,13 +11,14 @@ right whatever Inductor fuses in front of it; a value that is rounded already do
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import sympy
 import torch
 from torch._inductor import ir
-from torch._inductor.lowering import lowerings, register_lowering
+from torch._inductor.lowering import lowerings, make_fallback, register_lowering
 from torch._inductor.ops_handler import OpsHandler
 from torch._inductor.virtualized import ops
 from torch.utils._pytree import tree_map
@@ -237,15 +238,56 @@ def _short_sum(x: Any, dim: int, keepdim: bool, mean: bool) -> Any:
     return ir.Pointwise.create(device=device, dtype=x.get_dtype(), inner_fn=value, ranges=size)
 
 
+# Ops whose eager kernels round inside, or take another formula than Inductor's, by a path that depends on the exponent,
+# the mode or the vector width. They are called as they are.
+BY_ATEN = frozenset(
+    {
+        aten.pow.Scalar,
+        aten.pow.Tensor_Tensor,
+        aten.lerp.Scalar,
+        aten.lerp.Tensor,
+        aten.addcmul.default,
+        aten.addcdiv.default,
+        aten.div.Tensor_mode,
+        aten.fmod.Scalar,
+        aten.fmod.Tensor,
+        aten.remainder.Scalar,
+        aten.remainder.Tensor,
+        aten.gelu.default,
+        aten.gelu_backward.default,
+    }
+)
+
+
+def by_aten(target: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = MappingProxyType({})) -> bool:
+    """Whether this call is exact only as ATen's own kernel: see `BY_ATEN`; powers but squares, scaled sums."""
+    if target is aten.pow.Tensor_Scalar:
+        return args[1] != 2
+    if target in (aten.add.Tensor, aten.sub.Tensor):
+        return kwargs.get("alpha", 1) != 1
+    return target in BY_ATEN
+
+
 def can_lower(target: Any) -> bool:
-    return target in EAGER_RULES or target in lowerings
+    return target in EAGER_RULES or target in BY_ATEN or target in lowerings
+
+
+# ATen's CPU kernels of these round a Python number to the tensor's dtype first: `x + 0.1` in BF16 adds 0.1001. Those of
+# products and quotients, and all on CUDA, take it in fp32.
+ROUND_NUMBERS_ON_CPU = frozenset({aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar})
+
+
+def _round_number(value: Any, dtype: torch.dtype) -> Any:
+    return torch.tensor(value, dtype=dtype).item() if isinstance(value, float) else value
 
 
 def lower_as_eager(target: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     """Inductor IR of one ATen op with eager's roundings; without a 16-bit tensor it is Inductor's own."""
     args, kwargs = tree_map(rounded, (args, kwargs))
-    first = args[0] if args else None
-    dtype = first.get_dtype() if isinstance(first, ir.TensorBox) else None
+    first = next((a for a in args if isinstance(a, ir.TensorBox)), None)
+    dtype = None if first is None else first.get_dtype()
+    if dtype in LOW_PRECISION and target in ROUND_NUMBERS_ON_CPU and first.get_device().type == "cpu":
+        args = tuple(_round_number(value, dtype) for value in args)
     if dtype in LOW_PRECISION and target in EAGER_RULES:
         return rounded(_pointwise(EAGER_RULES[target](first.get_device(), dtype), dtype, args))
     short = target in SHORT_SUMS and not kwargs and is_short_sum(target, first.get_size(), args[1])
@@ -257,19 +299,20 @@ def lower_as_eager(target: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> 
     return rounded(lowerings[target](*args, **kwargs))
 
 
-def rounded_op(target: torch._ops.OpOverload, *args: Any) -> torch._ops.OpOverload:
-    """The op `ple_gdn_rounded::<name>` for a call of `target` with `args`: its schema, fake and eager result.
+def rounded_op(target: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> torch._ops.OpOverload:
+    """The op `ple_gdn_rounded::<name>` for such a call of `target`: its schema, fake and eager result.
 
     ATen takes a Python number for a tensor argument, other namespaces do not: such a call gets a variant whose argument
     is a Scalar.
     """
     numbers = (i for i, value in enumerate(args) if isinstance(value, (int, float, torch.SymInt, torch.SymFloat)))
-    return _define(target, tuple(i for i in numbers if str(target._schema.arguments[i].type) == "Tensor"))
+    scalars = tuple(i for i in numbers if str(target._schema.arguments[i].type) == "Tensor")
+    return _define(target, scalars, by_aten(target, args, kwargs))
 
 
 @functools.cache
-def _define(target: torch._ops.OpOverload, numbers: tuple[int, ...]) -> torch._ops.OpOverload:
-    name = "_".join([*target.name().replace("::", "_").split("."), *map(str, numbers)])
+def _define(target: torch._ops.OpOverload, numbers: tuple[int, ...], whole: bool) -> torch._ops.OpOverload:
+    name = "_".join([*target.name().replace("::", "_").split("."), *map(str, numbers), *(["by_aten"] if whole else [])])
     schema = str(target._schema)
     for i in numbers:
         argument = target._schema.arguments[i].name
@@ -278,7 +321,10 @@ def _define(target: torch._ops.OpOverload, numbers: tuple[int, ...]) -> torch._o
     _LIBRARY.impl(name, target, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", target, lib=_LIBRARY)
     op = getattr(getattr(torch.ops, NAMESPACE), name).default
-    register_lowering(op, type_promotion_kind=None)(functools.partial(lower_as_eager, target))
+    if whole:
+        make_fallback(op, warn=False)
+    else:
+        register_lowering(op, type_promotion_kind=None)(functools.partial(lower_as_eager, target))
     return op
 
 

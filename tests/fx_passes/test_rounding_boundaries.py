@@ -164,6 +164,35 @@ def test_eager_all_gives_the_bits_of_eager_on_elementwise_code():
     assert fractions(run(compiled(elementwise, "eager_all"), [x, y], x, y), eager) == [0] * len(eager)
 
 
+def by_other_kernels(x, y):
+    """Ops whose eager kernels round inside, take another formula than Inductor's, or round their Python number."""
+    return (
+        torch.lerp(x, y, 0.3),
+        torch.lerp(x, y, y.sigmoid()),
+        (x + y) ** 3,
+        (x.abs() + 0.1) ** y,
+        torch.sub(x, y, alpha=0.3),
+        torch.add(x * y, y, alpha=0.3),
+        torch.div(x, y, rounding_mode="trunc"),
+        x % y,
+        torch.fmod(x, y),
+        torch.addcmul(x, x, y, value=0.7),
+        F.gelu(x * y),
+        F.gelu(x * y, approximate="tanh"),
+        torch.rsqrt(x.abs() + 0.1) * y,
+        0.3 - (y - 0.7) / 0.9 * 1.1,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_eager_all_gives_the_bits_of_eager_where_its_kernels_have_their_own_ways(dtype):
+    x, y = ((3 * torch.randn(64, 16)).to(dtype).requires_grad_() for _ in range(2))
+    eager = run(by_other_kernels, [x, y], x, y)
+    assert fractions(run(compiled(by_other_kernels, "eager_all"), [x, y], x, y), eager) == [0] * len(eager)
+    assert max(fractions(run(compiled(by_other_kernels, "fast"), [x, y], x, y), eager)) > 0.1
+    assert not ple_gdn.last_report().failures
+
+
 def test_a_comparison_under_eager_all_reads_the_rounded_value():
     x = torch.randn(64, 128).bfloat16()
 
