@@ -18,7 +18,7 @@ from typing import Any
 import sympy
 import torch
 from torch._inductor import ir
-from torch._inductor.lowering import lowerings, make_fallback, register_lowering
+from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
 from torch._inductor.ops_handler import OpsHandler
 from torch._inductor.virtualized import ops
 from torch.utils._pytree import tree_map
@@ -321,10 +321,11 @@ def _define(target: torch._ops.OpOverload, numbers: tuple[int, ...], whole: bool
     _LIBRARY.impl(name, target, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", target, lib=_LIBRARY)
     op = getattr(getattr(torch.ops, NAMESPACE), name).default
-    if whole:
-        make_fallback(op, warn=False)
-    else:
-        register_lowering(op, type_promotion_kind=None)(functools.partial(lower_as_eager, target))
+    # The generated code names ATen's op: a cached graph runs in processes that never defined this one.
+    lowering = (
+        fallback_handler(target, add_to_fallback_set=False) if whole else functools.partial(lower_as_eager, target)
+    )
+    register_lowering(op, type_promotion_kind=None)(lowering)
     return op
 
 

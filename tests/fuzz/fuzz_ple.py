@@ -177,7 +177,7 @@ def _judge(
     if not got.numel():
         return
     allowed = max(BUDGETS[got.dtype], coarse)
-    share = rms(got.cpu().double() - want) / max(rms(want), smallest) / allowed
+    share = rms(got.cpu().double() - want) / max(rms(want), smallest, 1e-30) / allowed
     tally.note(f"{name.split()[6]} {what}", share)
     if not share <= 1:
         tally.failures.append(Failure(name, what, f"{share:.2f} of the allowed error (size {rms(want):.2e})"))
