@@ -58,7 +58,7 @@ class Rewriting:
     """Runs passes, one by one, on one graph module. One that raises, or leaves an ill-formed graph, is undone.
 
     There is one snapshot, from before the first pass, and the passes that succeeded are run again on it: passes are
-    deterministic and failures rare, while a copy before each of 13 passes cost 4 % of a cold compile.
+    deterministic and failures rare, while a copy before each pass was 2 % of a sampled cold compile.
     """
 
     def __init__(self, gm: torch.fx.GraphModule, context: PassContext) -> None:
