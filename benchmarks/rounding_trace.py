@@ -206,10 +206,10 @@ def main() -> None:
     eager, compiled = step(args), step(args, backend="ple_gdn", options={"rounding": args.rounding})
     for name, other in (("eager", eager), ("eager with the listed ops compiled", step_with_listed_ops(args, listed))):
         logits, gradients = [compiled[0]], list(compiled[1].values())
-        print(
-            f"compiled layers against {name}: {fraction(logits, [other[0]]):.4%} of the {logits[0].numel()} logits differ,"
-            f" {fraction(gradients, list(other[1].values())):.4%} of the {sum(g.numel() for g in gradients)} gradients"
-        )
+        parts = (fraction(logits, [other[0]]), fraction(gradients, list(other[1].values())))
+        sizes = (logits[0].numel(), sum(g.numel() for g in gradients))
+        print(f"compiled layers against {name}, differing: {parts[0]:.4%} of {sizes[0]} logits,", end=" ")
+        print(f"{parts[1]:.4%} of {sizes[1]} gradients")
     if args.csv:
         with args.csv.open("w", newline="") as file:
             csv.writer(file).writerows([COLUMNS, *rows])
