@@ -1,0 +1,76 @@
+#!/usr/bin/env bash
+# What has to run on an H200, in calls below ten minutes each: benchmarks/h200.sh PART OUT
+#   one   CUDA tests of PLE, gated residual, tapes and convolution side by side with the fuzzers; then timings, alone (1 GPU, 8.5 min)
+#   gdn   the gated delta rule and the patches in benchmarks/next: checks, then timings (1 GPU, 9 min)
+#   two   context parallelism over NCCL: tests, then timings (2 GPUs, 6 min)
+# Each job has a limit of its own; the table comes last. Logs and results end in OUT/h200-PART.tgz. Exit status 1 if a job failed.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+part=${1:?one, gdn or two} out=${2:?folder for logs and results}
+mkdir -p "$out/logs" "$out/results"
+touch "$out/began"
+export NCCL_NVLS_ENABLE=0 PYTHONUNBUFFERED=1
+failed=0
+declare -A jobs
+
+job() { # job SECONDS NAME COMMAND...: in the background, its output in a log
+    local limit=$1 name=$2
+    shift 2
+    (
+        began=$SECONDS
+        timeout "$limit" "$@" >"$out/logs/$name" 2>&1
+        echo "$? $((SECONDS - began))" >"$out/logs/$name.end"
+    ) &
+    jobs[$name]=$!
+}
+
+settle() { # waits for every job so far and prints a line for each
+    local name status took
+    for name in "${!jobs[@]}"; do
+        wait "${jobs[$name]}"
+        read -r status took <"$out/logs/$name.end"
+        [ "$status" -eq 0 ] || failed=1
+        table+="$(printf '%-18s %-12s %4s s  %s' "$name" "$([ "$status" -eq 0 ] && echo ok || echo "FAILED $status")" "$took" "$(tail -n 1 "$out/logs/$name")")"$'\n'
+    done
+    jobs=()
+}
+
+table=""
+python=python3
+case $part in
+one)
+    for op in ple gated_residual tape_reuse causal_conv1d; do
+        job 180 "test_$op" $python -m pytest -p no:cacheprovider -q "tests/cuda/test_${op}_cuda.py"
+    done
+    for op in gdn ple gated_residual; do
+        job 180 "fuzz_$op" $python "tests/fuzz/fuzz_$op.py" --cases 2000 --seed 1 --device cuda
+    done
+    settle
+    # Timings never share the GPU.
+    job 120 bench_ple $python benchmarks/bench_ple.py && settle
+    job 80 bench_mix $python benchmarks/bench_gated_residual.py --cases mix inject --rows 32768 --csv "$out/results/gated_residual.csv" && settle
+    job 100 bench_tapes $python benchmarks/bench_tape_reuse.py --out "$out/results/tape_reuse_h200.json" && settle
+    job 30 bench_conv $python benchmarks/bench_causal_conv1d.py --out "$out/results/causal_conv1d_h200.json" && settle
+    ;;
+gdn)
+    job 540 validate_gdn $python benchmarks/next/validate_gdn.py --out "$out/results" && settle
+    ;;
+two)
+    job 240 test_kcp $python -m pytest -p no:cacheprovider -q tests/cuda/test_kcp_cuda.py && settle
+    job 240 bench_kcp $python benchmarks/bench_kcp.py && settle
+    ;;
+*)
+    echo "unknown part: $part" >&2
+    exit 2
+    ;;
+esac
+for log in "$out"/logs/bench_* "$out"/logs/validate_*; do
+    case $log in *.end | *'*') continue ;; esac
+    echo "== ${log##*/}"
+    tail -n 25 "$log"
+done
+find benchmarks/results -type f -newer "$out/began" -exec cp {} "$out/results" \;
+rm "$out/began"
+tar -C "$out" -czf "$out/h200-$part.tgz" logs results && rm -r "$out/logs" "$out/results"
+printf '%s' "$table"
+exit $failed
