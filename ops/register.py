@@ -10,7 +10,7 @@ from torch._library import simple_registry
 from torch.autograd import forward_ad
 
 from .schemas import NAMESPACE, SCHEMAS
-from .validation import check_tensor
+from .validation import check_strided, check_tensor
 
 
 def _alone(name: str, impl: Callable) -> Callable:
@@ -33,12 +33,31 @@ def _alone(name: str, impl: Callable) -> Callable:
     return run
 
 
+def _argument_names(schema: str) -> tuple[str, ...]:
+    return tuple(argument.name for argument in torch._C.parse_schema(f"op{schema}").arguments)
+
+
+def _of_strided(names: tuple[str, ...], function: Callable) -> Callable:
+    """`function` behind a check that every tensor is strided: the one property that all checks and kernels build on."""
+
+    @functools.wraps(function)
+    def run(*args, **kwargs):
+        for name, value in (*zip(names, args, strict=False), *kwargs.items()):
+            if isinstance(value, torch.Tensor):
+                check_strided(name, value)
+        return function(*args, **kwargs)
+
+    return run
+
+
 def register_op(name: str, impl: Callable, fake: Callable) -> torch.library.CustomOpDef:
     """Registers `torch.ops.ple_gdn.<name>` as an opaque custom op.
 
     `custom_op` and not `triton_op`: the latter decomposes under functionalisation, so joint-graph passes and lowerings
     would never see a node of ours (COMPILER.md H).
     """
+    names = _argument_names(SCHEMAS[name])
+    impl, fake = _of_strided(names, impl), _of_strided(names, fake)
     op = torch.library.custom_op(f"{NAMESPACE}::{name}", _alone(name, impl), mutates_args=(), schema=SCHEMAS[name])
     op.register_fake(fake)
     entry = simple_registry.singleton.find(op._qualname)

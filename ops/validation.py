@@ -21,12 +21,20 @@ def check_tensor(name: str, value: object) -> None:
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
     if type(value).__name__ == "DTensor":
         raise TypeError(f"{name}: expected a plain tensor, got a DTensor; pass {name}.to_local()")
+    check_strided(name, value)
     dual = not torch.compiler.is_compiling() and forward_ad._current_level >= 0
     if _in_differentiating_transform() or (dual and forward_ad.unpack_dual(value).tangent is not None):
         raise TypeError(
             f"{name}: expected a tensor for reverse-mode autograd, got one of forward-mode AD or of a torch.func "
             "transform (grad, vjp, jvp, jacrev, ...); use torch.autograd.grad"
         )
+
+
+def check_strided(name: str, value: torch.Tensor) -> None:
+    """Raises TypeError for what has no single strided storage: an op that reads such memory by offsets corrupts it."""
+    if value.layout != torch.strided or value.is_nested:
+        kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.").removeprefix("_")
+        raise TypeError(f"{name}: expected a dense tensor (torch.strided), got a {kind} one; pass {name}.to_dense()")
 
 
 def _in_differentiating_transform() -> bool:

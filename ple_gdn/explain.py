@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch.utils import _pytree as pytree
 
+from .options import parse_options
 from .report import Report, make_report, merge_reports
 from .untouched import Guarded, untouched
 
@@ -38,17 +40,19 @@ class CapturedGraphs:
     passes: dict[str, list[str]] = field(default_factory=dict)
 
 
-def explain(fn: Callable[..., Any], *args: Any, options: dict[str, Any] | None = None, **kwargs: Any) -> Report:
+def explain(fn: Callable[..., Any], /, *args: Any, options: dict[str, Any] | None = None, **kwargs: Any) -> Report:
     """What the backend does to `fn(*args, **kwargs)`: rewrites, refusals with reasons, tape decisions, failures.
 
     `fn` is a module or a function; it runs once in eager arithmetic. Parameters, gradients, buffers, tensor arguments
-    and random state are as before afterwards. Raises ValueError or TypeError for a bad option, and what `fn` raises.
+    and random state are as before afterwards. On the meta device it costs no memory; Inductor's folding of constants,
+    which would drop such a graph whole, is then left out. Raises ValueError or TypeError for a bad option, and what
+    `fn` raises. A function with a keyword of its own named `options` needs a `functools.partial` around it.
     """
     return _trace(fn, args, kwargs, options).report()
 
 
 def capture_graphs(
-    fn: Callable[..., Any], *args: Any, options: dict[str, Any] | None = None, **kwargs: Any
+    fn: Callable[..., Any], /, *args: Any, options: dict[str, Any] | None = None, **kwargs: Any
 ) -> CapturedGraphs:
     """Text of the graphs of `fn(*args, **kwargs)` at every stage and after every pass, to pin with `expecttest`.
 
@@ -91,9 +95,13 @@ class _Tracer:
         from .backend import open_compilation
         from .fx_passes.graph_text import graph_text
 
-        stages = _Stages(graph_text(gm), self.see_backward)
+        on_meta = _makes_meta_tensors(gm)
+        stages = _Stages(graph_text(gm), self.see_backward, on_meta)
         compilation = open_compilation(None, self.options)
         compilation.inductor_options["force_disable_caches"] = True
+        if on_meta:
+            # Inductor's no-op removal replaces each meta output by an empty tensor, and nothing of the graph is left.
+            compilation.inductor_options["joint_graph_constant_folding"] = False
         compilation.inner_compile = stages.inner_compile
         compilation.observer = stages.after_pass
         compilation.last_joint_passes = (stages.after_joint,)
@@ -114,8 +122,9 @@ class _Tracer:
 class _Stages:
     """Texts of one graph on its way through the backend."""
 
-    def __init__(self, dynamo: str, see_backward: Callable[[torch.fx.GraphModule], None]) -> None:
+    def __init__(self, dynamo: str, see_backward: Callable[[torch.fx.GraphModule], None], on_meta: bool) -> None:
         self.dynamo = dynamo
+        self.on_meta = on_meta
         self.see_backward = see_backward
         self.pre_grad = dynamo
         self.passes: dict[str, str] = {}
@@ -151,6 +160,8 @@ class _Stages:
         else:
             self.is_inference = kwargs.get("is_inference", False)
             self.forward = graph_text(gm)
+            if self.on_meta:
+                _draw_on_meta(gm)
         return make_boxed_func(gm.forward)
 
     def file(self, graphs: CapturedGraphs) -> None:
@@ -166,6 +177,22 @@ class _Stages:
             graphs.passes.setdefault(name, []).append(text)
 
 
+def _makes_meta_tensors(gm: torch.fx.GraphModule) -> bool:
+    values = pytree.tree_leaves([node.meta.get("example_value") for node in gm.graph.nodes])
+    return any(isinstance(value, torch.Tensor) and value.is_meta for value in values)
+
+
+def _draw_without_state(op: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+    return torch.empty(0, dtype=torch.uint8), op(*args, **kwargs)
+
+
+def _draw_on_meta(gm: torch.fx.GraphModule) -> None:
+    """Random ops of checkpoint regions keep their generator's state for the rerun; the meta device has no generator."""
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.higher_order.run_and_save_rng_state):
+        node.target = _draw_without_state
+    gm.recompile()
+
+
 def _written_inputs() -> list[int]:
     """Positions of the inputs that the graph just compiled writes to."""
     metadata = torch._guards.TracingContext.get().fw_metadata
@@ -179,6 +206,7 @@ def _trace(
     options: dict[str, Any] | None,
     see_backward: Callable[[torch.fx.GraphModule], None] = lambda gm: None,
 ) -> _Tracer:
+    parse_options(options)  # here, since a function without a graph never reaches the backend
     if not callable(fn):
         raise TypeError(f"fn: expected a module or a function, got {type(fn).__name__}")
     from . import backend  # noqa: F401  (entered before Dynamo traces, as torch.compile does: it installs substitutions)

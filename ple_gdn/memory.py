@@ -6,6 +6,7 @@ import importlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from .explain import read_backward
 from .ops.gated_delta_rule.tapes import Tapes
 from .ops.gated_delta_rule.workspace import backward_phase, sizes_of
+from .options import parse_options
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,6 +51,7 @@ class MemoryTimeline:
 
 def plot_memory(
     fn: Callable[..., Any],
+    /,
     *args: Any,
     path: str | os.PathLike[str] | None = "tape_memory.png",
     options: dict[str, Any] | None = None,
@@ -62,7 +65,8 @@ def plot_memory(
     gap between the peaks is what handing over costs.
 
     Args:
-        path: of the image to write (its suffix names the format); None draws nothing and needs no matplotlib.
+        path: of the image to write (its suffix names the format, "png" without one); None draws nothing and needs no
+            matplotlib.
         options: of the backend, without "tape_reuse". A call's own `reuse_recompute_tapes` wins over both forms.
 
     Returns:
@@ -70,11 +74,17 @@ def plot_memory(
 
     Raises:
         ImportError: matplotlib is missing and `path` is not None.
-        ValueError: "tape_reuse" in the options, or no gated delta rule in a checkpoint region.
+        OSError: `path` cannot be written.
+        TypeError, ValueError: a bad option or "tape_reuse" among them, a suffix that is no image format of matplotlib,
+            or no gated delta rule in a checkpoint region.
+
+    All but the last is found before anything is traced.
     """
+    parse_options(options)
     if options and "tape_reuse" in options:
         raise ValueError("options: expected no 'tape_reuse': plot_memory traces both forms")
     figure = None if path is None else _new_figure()
+    image = None if figure is None else _image_format(figure, path)
     timelines = {}
     for form in FORMS:
         forced = {**(options or {}), "tape_reuse": form}
@@ -86,7 +96,7 @@ def plot_memory(
         timelines[form] = MemoryTimeline(form, tuple(n for n, _ in steps), tuple(size for _, size in steps))
     if figure is not None:
         _draw(figure, timelines)
-        figure.savefig(path)
+        figure.savefig(path, format=image)
     return timelines
 
 
@@ -99,6 +109,21 @@ def _new_figure() -> Figure:
             "for the numbers alone"
         ) from error
     return module.Figure(figsize=(9, 4.5), layout="constrained")
+
+
+def _image_format(figure: Figure, path: str | os.PathLike[str]) -> str:
+    """The format that `path` names, `path` being one that can be written."""
+    path = Path(path)
+    image = path.suffix.removeprefix(".").lower() or "png"
+    formats = figure.canvas.get_supported_filetypes()
+    if image not in formats:
+        raise ValueError(f"path: expected a suffix out of {', '.join(formats)}, got {str(path)!r}")
+    exists = path.exists()
+    with path.open("ab"):
+        pass
+    if not exists:
+        path.unlink()
+    return image
 
 
 def _hint(size: Any) -> int:

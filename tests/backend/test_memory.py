@@ -112,3 +112,43 @@ def test_what_has_no_region_or_asks_for_one_form_is_refused() -> None:
         ple_gdn.plot_memory(Stack(closing=True, checkpointed=False), tokens(), path=None)
     with pytest.raises(ValueError, match="options: expected no 'tape_reuse'"):
         ple_gdn.plot_memory(Stack(closing=True), tokens(), path=None, options={"tape_reuse": "auto"})
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "says"),
+    [
+        ("nowhere/memory.png", FileNotFoundError, "nowhere"),
+        (".", IsADirectoryError, "directory"),
+        ("memory.docx", ValueError, r"path: expected a suffix out of .*png.*, got '.*memory.docx'"),
+    ],
+    ids=["no such folder", "a folder", "no image format"],
+)
+def test_a_path_that_cannot_be_written_fails_before_anything_is_traced(
+    name: str, error: type[Exception], says: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+
+    def must_not_run() -> None:
+        raise AssertionError
+
+    with pytest.raises(error, match=says):
+        ple_gdn.plot_memory(must_not_run, path=tmp_path / name)
+    with pytest.raises(TypeError, match=r"not '?int"):
+        ple_gdn.plot_memory(must_not_run, path=1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_image_that_was_there_survives_a_call_that_fails(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "memory"
+    path.write_bytes(b"mine")
+    with pytest.raises(ValueError, match="fn: expected a gated delta rule"):
+        ple_gdn.plot_memory(torch.sin, torch.ones(2), path=path)
+    assert path.read_bytes() == b"mine"
+
+
+def test_meta_tensors_give_the_bytes_of_real_ones() -> None:
+    model, inputs = region_and_inputs()
+    real = ple_gdn.plot_memory(model, *inputs, path=None)
+    meta = ple_gdn.plot_memory(model.to("meta"), *(x.to("meta") for x in inputs), path=None)
+    assert {form: timeline.peak for form, timeline in meta.items()} == {f: t.peak for f, t in real.items()}
