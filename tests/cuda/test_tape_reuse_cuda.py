@@ -87,12 +87,12 @@ def test_a_real_run_binds_the_evaluated_formulas(lengths: tuple[int, ...], phase
 
 
 def allocated_by(call: Callable[[], object]) -> int:
-    """Bytes of the blocks that a call asks the caching allocator for."""
+    """Bytes that a call asks the caching allocator for, as asked: its blocks can be up to 1 MiB larger."""
     torch.cuda.synchronize()
-    before = torch.cuda.memory_stats()["allocated_bytes.all.allocated"]
+    before = torch.cuda.memory_stats()["requested_bytes.all.allocated"]
     call()
     torch.cuda.synchronize()
-    return torch.cuda.memory_stats()["allocated_bytes.all.allocated"] - before
+    return torch.cuda.memory_stats()["requested_bytes.all.allocated"] - before
 
 
 def test_a_workspace_takes_all_scratch_and_may_hold_anything() -> None:
@@ -115,6 +115,6 @@ def test_a_workspace_takes_all_scratch_and_may_hold_anything() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     layout = ple_gdn.gdn_workspace_layout(packing, *SIZES, dtype=torch.bfloat16)
     scratch = layout.bytes("inference") + layout.bytes("backward_replay")
-    # A block is rounded up to 512 bytes, a buffer of the arena to 256.
-    assert abs(allocated[0] - allocated[1] - scratch) <= 512 * 32
+    # The arena rounds a buffer up to 256 bytes and has at most 16 of them in both passes.
+    assert 0 <= scratch - (allocated[0] - allocated[1]) <= 256 * 16
     assert not bool((given == 255).all())
