@@ -1,7 +1,7 @@
 """Forward and backward of the gated delta rule over two GPUs against one, (16, 48) heads, K = V = 128, bf16.
 
     python benchmarks/bench_kcp.py [--repeats 10]                                   # about 2 minutes on two H200
-    python benchmarks/bench_kcp.py --device cpu --divisor 1024 --heads 1 2 --width 16 --repeats 1   # over gloo: its logic
+    python benchmarks/bench_kcp.py --device cpu --divisor 1024 --heads 1 2 --width 16 --repeats 1   # its logic, gloo
 
 Packs: seven documents, and one of 262,144 tokens. Every layout, P by rule and fixed, ring and all-to-all. First each is
 checked: output and gradients against one GPU, ring = all-to-all bit for bit. Then they take turns with the plain op on
