@@ -2,10 +2,12 @@
 
     python benchmarks/next/validate_gdn.py [--out DIRECTORY] [--only VARIANT ...]
 
-Each variant is this repository with some patches applied, in a folder of its own. First all variants are checked at the
-same time in processes of their own: every pinned configuration of the gated delta rule against the float64 token
-recurrence, adversarial gates and keys, equal bits of ten runs and of the kept and replayed tapes; and the convolution's
-CUDA tests. Then one variant after the other is timed. The table comes last; a `!` marks an error over its budget.
+Each variant is this repository with some patches applied, in a folder of its own. Variants with new synchronisation run
+one small case first, alone, since a kernel that hangs would slow the others down. Then all variants are checked at the
+same time in processes of their own: every pinned configuration of the gated delta rule that their patches touch,
+against the float64 token recurrence, adversarial gates and keys, ten runs and both tape modes with equal bits; and
+the convolution's CUDA tests. Then one variant after the other is timed. The table comes last; a `!` marks an error over
+its budget.
 """
 
 from __future__ import annotations
@@ -26,8 +28,10 @@ VARIANTS = {
     "gradient": ("gradient_kernels",),
     "gradient+two_term": ("gradient_kernels", "two_term_operands"),
     "gradient+head_passes": ("gradient_kernels", "head_passes"),
+    "gluon": ("gluon_walks",),
+    "gradient+gluon": ("gradient_kernels", "gluon_walks"),
 }
-CHECK_SECONDS, TIME_SECONDS, TEST_SECONDS, BENCH_SECONDS = 200, 35, 70, 40
+SMOKE_SECONDS, CHECK_SECONDS, TIME_SECONDS, TEST_SECONDS, BENCH_SECONDS = 40, 170, 30, 60, 30
 # (dtype, K, V): every row of configs.TABLE, and widths that are padded.
 CLASSES = (
     *(("bfloat16", w, w) for w in (128, 16, 32, 64, 256)),
@@ -35,7 +39,14 @@ CLASSES = (
     *(("float16", w, w) for w in (64, 128, 256)),
     *(("bfloat16", k, v) for k, v in ((48, 80), (192, 96), (128, 64))),
 )
+# What gluon_walks replaces, and one neighbour that it must leave alone.
+HOPPER_CLASSES = (("bfloat16", 128, 128), ("float16", 128, 128), ("bfloat16", 128, 64))
 MODES = ("no_decay", "strong_decay", "beta_two", "beta_zero", "equal_keys", "near_equal_keys", "zero_keys", "one_reset")
+LENGTHS = {
+    "plain": (130, 0, 1, 64, 65, 63, 127),
+    "many_chains": (130, 0, 1, 64, 65, 63, 127, 2, 200, 0, 70, 96),
+    "unpacked": (321,),
+}
 PLAIN = {"bfloat16": (4e-3, 5e-3), "float16": (2e-3, 2e-3), "float32": (1e-5, 1e-5)}
 STRESS = {"bfloat16": (7e-3, 8e-3), "float32": (1e-4, 1e-3)}
 SHAPES = (("1x32768", 1, 32768, 16, 48), ("8x4096", 8, 4096, 16, 48), ("1x8192", 1, 8192, 16, 48))
@@ -81,21 +92,35 @@ def finish(process: subprocess.Popen, deadline: float) -> dict[str, object]:
     return result
 
 
-def check(part: int, parts: int) -> None:
+def smoke() -> None:
+    """One small case, to its end."""
+    import torch
+    from oracles.gdn import Case, make_case, run_front
+
+    case = make_case((130, 0, 65), dtype=torch.bfloat16, heads=1, value_heads=2, key_width=128, value_width=128)
+    out = run_front(Case(*(x.cuda() if isinstance(x, torch.Tensor) else x for x in case)))
+    torch.cuda.synchronize()
+    assert all(value.isfinite().all() for value in out.values())
+
+
+def check(part: int, parts: int, hopper: bool) -> None:
     """Worst error over budget of every case of this part, one JSON line each."""
     import torch
     from oracles.gdn import NAMES, Case, make_case, oracle, relative_rms, run_front
 
-    work = [("plain", *each) for each in CLASSES]
-    work += [(mode, dtype, 128, 128) for mode in MODES for dtype in STRESS]
+    work = [("plain", *each) for each in (HOPPER_CLASSES if hopper else CLASSES)]
+    work += [(mode, dtype, 128, 128) for mode in MODES for dtype in STRESS if dtype == "bfloat16" or not hopper]
+    # More chains than multiprocessors take other tile rings; a batch without boundaries other addresses.
+    work += [(mode, "bfloat16", 128, 128) for mode in ("many_chains", "unpacked") if hopper]
     for mode, dtype, K, V in work[part::parts]:
-        lengths = (130, 0, 1, 64, 65, 63, 127) if mode == "plain" else (200, 65)
+        benign = mode in LENGTHS
+        lengths = LENGTHS.get(mode, (200, 65))
         kind = {} if mode == "plain" else {"mode": mode}
         sizes = {"heads": 2, "value_heads": 6, "key_width": K, "value_width": V}
         case = make_case(lengths, dtype=getattr(torch, dtype), **kind, **sizes)
         case = Case(*(x.cuda() if isinstance(x, torch.Tensor) else x for x in case))
-        budgets = (PLAIN if mode == "plain" else STRESS)[dtype]
-        expected, actual = oracle(case, K**-0.5, True), run_front(case)
+        budgets = (PLAIN if benign else STRESS)[dtype]
+        expected, actual = oracle(case, K**-0.5, True), run_front(case, packed=mode != "unpacked")
         errors = {}
         for name in NAMES:
             scale = expected[name].square().mean().sqrt().item()
@@ -195,20 +220,26 @@ def main() -> None:
     parser.add_argument("--worker", nargs="+")
     args = parser.parse_args()
     if args.worker:
-        return clock() if args.worker[0] == "clock" else check(*map(int, args.worker[1:]))
+        numbers = map(int, args.worker[1:])
+        return {"clock": clock, "smoke": smoke, "check": check}[args.worker[0]](*numbers)
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
     chosen = {name: VARIANTS[name] for name in args.only or VARIANTS}
     chosen = {n: patches for n, patches in chosen.items() if all((NEXT / f"{p}.patch").exists() for p in patches)}
     with tempfile.TemporaryDirectory() as folder:
         copies = {name: build(name, patches, Path(folder)) for name, patches in chosen.items()}
-        parts = max(1, 12 // len(copies))
+        deadline = time.monotonic() + SMOKE_SECONDS
+        hopper = [name for name in copies if "gluon_walks" in VARIANTS[name]]
+        first = {name: start(copies[name], "--worker", "smoke") for name in hopper}
+        checks = {name: finish(process, deadline) for name, process in first.items()}
+        copies = {name: copy for name, copy in copies.items() if "failed" not in checks.get(name, ())}
         deadline = time.monotonic() + CHECK_SECONDS
-        running = {
-            name: [start(copy, "--worker", "check", str(i), str(parts)) for i in range(parts)]
-            for name, copy in copies.items()
-        }
-        checks = {}
+        running = {}
+        for name, copy in copies.items():
+            parts = 1 if name in hopper else 3
+            running[name] = [
+                start(copy, "--worker", "check", str(i), str(parts), str(int(name in hopper))) for i in range(parts)
+            ]
         for name, processes in running.items():
             checks[name] = {}
             for process in processes:
