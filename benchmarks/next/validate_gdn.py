@@ -2,12 +2,11 @@
 
     python benchmarks/next/validate_gdn.py [--out DIRECTORY] [--only VARIANT ...]
 
-Each variant is this repository with some patches applied, in a folder of its own. Variants with new synchronisation run
-one small case first, alone, since a kernel that hangs would slow the others down. Then all variants are checked at the
+Each variant is this repository with some patches applied, in a folder of its own. First all variants are checked at the
 same time in processes of their own: every pinned configuration of the gated delta rule that their patches touch,
-against the float64 token recurrence, adversarial gates and keys, ten runs and both tape modes with equal bits; and
-the convolution's CUDA tests. Then one variant after the other is timed. The table comes last; a `!` marks an error over
-its budget.
+against the float64 token recurrence, adversarial gates and keys, equal bits of ten runs, tapes kept and replayed.
+Variants with new synchronisation begin with one small case, and are dropped if it fails or hangs. Then one variant
+after the other is timed, and the convolution tested. The table comes last; a `!` marks an error over its budget.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ VARIANTS = {
     "gluon": ("gluon_walks",),
     "gradient+gluon": ("gradient_kernels", "gluon_walks"),
 }
-SMOKE_SECONDS, CHECK_SECONDS, TIME_SECONDS, TEST_SECONDS, BENCH_SECONDS = 40, 170, 30, 60, 30
+SMOKE_SECONDS, CHECK_SECONDS, TIME_SECONDS, TEST_SECONDS, BENCH_SECONDS = 70, 185, 30, 60, 30
 # (dtype, K, V): every row of configs.TABLE, and widths that are padded.
 CLASSES = (
     *(("bfloat16", w, w) for w in (128, 16, 32, 64, 256)),
@@ -228,18 +227,18 @@ def main() -> None:
     chosen = {n: patches for n, patches in chosen.items() if all((NEXT / f"{p}.patch").exists() for p in patches)}
     with tempfile.TemporaryDirectory() as folder:
         copies = {name: build(name, patches, Path(folder)) for name, patches in chosen.items()}
-        deadline = time.monotonic() + SMOKE_SECONDS
         hopper = [name for name in copies if "gluon_walks" in VARIANTS[name]]
-        first = {name: start(copies[name], "--worker", "smoke") for name in hopper}
-        checks = {name: finish(process, deadline) for name, process in first.items()}
-        copies = {name: copy for name, copy in copies.items() if "failed" not in checks.get(name, ())}
         deadline = time.monotonic() + CHECK_SECONDS
-        running = {}
-        for name, copy in copies.items():
-            parts = 1 if name in hopper else 3
-            running[name] = [
-                start(copy, "--worker", "check", str(i), str(parts), str(int(name in hopper))) for i in range(parts)
-            ]
+
+        def begin(name: str, parts: int) -> list[subprocess.Popen]:
+            numbers = [(str(i), str(parts), str(int(name in hopper))) for i in range(parts)]
+            return [start(copies[name], "--worker", "check", *each) for each in numbers]
+
+        running = {name: begin(name, 3) for name in copies if name not in hopper}
+        first = {name: start(copies[name], "--worker", "smoke") for name in hopper}
+        checks = {name: finish(process, deadline - CHECK_SECONDS + SMOKE_SECONDS) for name, process in first.items()}
+        copies = {name: copy for name, copy in copies.items() if "failed" not in checks.get(name, ())}
+        running |= {name: begin(name, 2) for name in hopper if name in copies}
         for name, processes in running.items():
             checks[name] = {}
             for process in processes:
