@@ -38,6 +38,16 @@ def warn_if_untested() -> None:
         log.warning("ple_gdn was tested with torch %s, not with %s: verify gradients first", names, torch.__version__)
 
 
+def is_exporting() -> bool:
+    """`torch.compiler.is_exporting()` in Python and under Dynamo, whose 2.11 took it for True in any trace."""
+    return torch.compiler._is_exporting_flag
+
+
+def casts_are_cached() -> bool:
+    """Whether C++ code generation hands readers of a rounded value the unrounded one, asked to round or not (2.11)."""
+    return release() < (2, 13)
+
+
 def compile_arguments_of_a_trace() -> dict[str, bool]:
     """Arguments of `torch.compile` that keep a trace out of the user's recompile limit; 2.11 has no such argument."""
     name = "isolate_recompiles"

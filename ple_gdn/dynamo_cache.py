@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,21 @@ from torch._dynamo.guards import DeletedGuardManagerWrapper
 
 # A trace adds one cache entry a frame beside the user's; it must not trip over their recompile limit.
 UNLIMITED = 1 << 30
+
+
+class _Nothing:
+    """What a dropped entry says it was compiled for: nothing that a frame can hold."""
+
+
+class _Uncounted(DeletedGuardManagerWrapper):
+    """Guards of a dropped entry. Dynamo keeps it in its list and counts it towards `recompile_limit` with those of the
+    same objects, of which it has none. (`accumulated_recompile_limit`, 256 by default, counts every entry.)"""
+
+    nothing = _Nothing()
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.id_matched_objs = {"": weakref.ref(self.nothing)}
 
 
 @contextlib.contextmanager
@@ -32,7 +48,7 @@ def forgotten(backend: Callable[..., Any]) -> Iterator[None]:
             for entry in _debug_get_cache_entry_list(code):
                 if getattr(entry.backend, "compiler_fn", entry.backend) is backend:
                     reason = "traced for ple_gdn.explain only"
-                    entry.guard_manager.extra_state.invalidate(entry, DeletedGuardManagerWrapper(reason))
+                    entry.guard_manager.extra_state.invalidate(entry, _Uncounted(reason))
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from . import ops  # noqa: F401  (registers torch.ops.ple_gdn)
+from .ops.torch_versions import is_exporting
 
 Tensor = torch.Tensor
 
@@ -83,7 +84,7 @@ def _supported_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, in
         and v.shape[-1] in HEAD_WIDTHS
         and q.shape[2] == k.shape[2]
         and v.shape[2] % k.shape[2] == 0
-        and not torch.compiler.is_exporting()
+        and not is_exporting()
     )
 
 
@@ -208,7 +209,7 @@ def hf_causal_conv1d(original: FunctionType) -> FunctionType:
             and weight.dtype == hidden_states.dtype
             and (bias is None or bias.dtype == hidden_states.dtype)
             and hidden_states.device.type in DEVICES
-            and not torch.compiler.is_exporting()
+            and not is_exporting()
         )
         if not supported:
             reason = f"unsupported arguments {', '.join(unknown)}" if unknown else "dtypes, activation or export"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -121,3 +123,15 @@ def test_the_package_version_is_the_one_of_the_build():
     import ple_gdn
 
     assert f'version = "{ple_gdn.__version__}"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_coverage_leaves_out_files_of_triton_kernels_alone():
+    omitted = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["coverage"]["run"]["omit"]
+    files = [path for pattern in omitted for path in ROOT.glob(pattern)]
+    assert len(files) >= len(omitted)
+    for path in files:
+        functions = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.FunctionDef | ast.ClassDef)]
+        assert functions
+        for function in functions:
+            decorators = [ast.unparse(decorator) for decorator in function.decorator_list]
+            assert decorators == ["triton.jit"], (path.name, function.name)

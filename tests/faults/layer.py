@@ -41,7 +41,8 @@ class Layer(nn.Module):
         block = self.out(o.flatten(-2))
         streams = ple_gdn.gated_residual_inject(block, streams, torch.sigmoid(self.write(normed)).to(block.dtype))
         key, value = self.key(block), self.value(block)
-        return streams + ple_gdn.ple_gate_conv(streams, key, value, *self.ple_norms, self.ple_conv, dilation=3)
+        norms = [self.ple_norms[i] for i in range(3)]  # Dynamo of torch 2.11 cannot unpack a ParameterList
+        return streams + ple_gdn.ple_gate_conv(streams, key, value, *norms, self.ple_conv, dilation=3)
 
 
 def batch(rows: int = 2, tokens: int = 20, seed: int = 0) -> Tensor:
