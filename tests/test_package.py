@@ -134,4 +134,5 @@ def test_coverage_leaves_out_files_of_triton_kernels_alone():
         assert functions
         for function in functions:
             decorators = [ast.unparse(decorator) for decorator in function.decorator_list]
-            assert decorators == ["triton.jit"], (path.name, function.name)
+            assert decorators, (path.name, function.name)
+            assert decorators[0].startswith("triton.jit"), (path.name, function.name)
