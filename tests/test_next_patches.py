@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from oracles.scripts import ROOT, load_script
 
-VARIANTS = load_script("benchmarks/next/validate_gdn.py").VARIANTS
+SCRIPTS = [f"benchmarks/next/validate_{name}.py" for name in ("gdn", "segments")]
+VARIANTS = {name: patches for script in SCRIPTS for name, patches in load_script(script).VARIANTS.items()}
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
