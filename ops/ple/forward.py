@@ -43,17 +43,18 @@ def launch_forward(
         problem.prepare(*weights, None)
         if problem.healthy is not None:
             torch._assert_async(problem.healthy, BAD_CU_SEQLENS)
-        _scalars(problem, stats, eps)
+        _scalars(problem, weights[0], weights[1], stats, eps)
         _output(problem, out, residual)
     return out, stats
 
 
-def _scalars(p: Problem, stats: Tensor, eps: float) -> None:
+def _scalars(p: Problem, key_weight: Tensor, query_weight: Tensor, stats: Tensor, eps: float) -> None:
     config = CONFIGS[p.sources["hidden"].element_size()].scalars
     block = fit_block(config.block, p.channels)
     ple_scalars_kernel[(-(-p.rows // config.rows),)](
-        p.sources["hidden"], p.sources["key"], p.sources["value"], p.mask, p.fold, p.first, p.healthy, stats, p.a,
-        p.gated, p.rows, p.tokens, **p.strides(hidden="hidden", key="key", value="value"), eps=eps,
+        p.sources["hidden"], p.sources["key"], p.sources["value"], p.mask, p.fold, key_weight,
+        query_weight, p.first, p.healthy, stats, p.a, p.gated, p.rows, p.tokens,
+        **p.strides(hidden="hidden", key="key", value="value"), eps=eps,
         root_c=math.sqrt(p.channels), HAS_MASK=p.mask is not None, HAS_DOCUMENTS=p.cu_seqlens is not None, **p.facts,
         BT=config.rows, BC=block,
         num_warps=fit_warps(config.warps, config.rows * block), **OPTIONS,

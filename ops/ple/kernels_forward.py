@@ -24,12 +24,17 @@ SCORE_FLOOR = tl.constexpr(1e-6)
 
 @triton.jit(do_not_specialize=["rows", "tokens"])
 def ple_scalars_kernel(
-    hidden, key, value, mask, fold, first, healthy, stats, a, gated, rows, tokens, hidden_batch, hidden_row, key_batch,
-    key_row, value_batch, value_row, eps, root_c, C: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    HAS_MASK: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, FLAT: tl.constexpr,
-    BT: tl.constexpr, BC: tl.constexpr,
+    hidden, key, value, mask, fold, key_w, query_w, first, healthy, stats, a, gated, rows, tokens, hidden_batch,
+    hidden_row, key_batch, key_row, value_batch, value_row, eps, root_c, C: tl.constexpr, N: tl.constexpr,
+    K: tl.constexpr, HAS_MASK: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
+    FLAT: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """stats [5, rows, N] = gate, r_q, r_k, r_c, score; a = gate r_c mask and gated = gate mask, [rows, N]."""
+    """stats [5, rows, N] = gate, r_q, r_k, r_c, score; a = gate r_c mask and gated = gate mask, [rows, N].
+
+    The sum of a score is float64 where query or key is fp32: d(gate) grows as 1 / sqrt(|score|), so near a zero of the
+    score the 1.5e-7 of an fp32 sum came back as 1.2e-5 of the gradients. 16-bit inputs are themselves coarser.
+    """
+    WIDE: tl.constexpr = hidden.dtype.element_ty == tl.float32 or key.dtype.element_ty == tl.float32
     row = tl.program_id(0) * BT + tl.arange(0, BT)
     m_row = row < rows
     start = _first_row(first, row, m_row, tokens, HAS_FIRST)
@@ -50,7 +55,7 @@ def ple_scalars_kernel(
     for n in range(N):
         qq = tl.zeros([BT, BC], tl.float32)
         kk = tl.zeros([BT, BC], tl.float32)
-        qk = tl.zeros([BT, BC], tl.float32)
+        qk = tl.zeros([BT, BC], tl.float64 if WIDE else tl.float32)
         for c0 in range(0, C, BC):
             c = c0 + tl.arange(0, BC)
             m_c = c < C
@@ -58,15 +63,23 @@ def ple_scalars_kernel(
             at = n * C + c
             q = tl.load(hidden + o_hidden + at[None, :], mask=m, other=0.0, eviction_policy="evict_first")
             k = tl.load(key + o_key + at[None, :], mask=m, other=0.0, eviction_policy="evict_first")
-            w = tl.load(fold + K * (N * C) + at, mask=m_c, other=0.0)
             q = q.to(tl.float32)
             k = k.to(tl.float32)
             qq = tl.fma(q, q, qq)
             kk = tl.fma(k, k, kk)
-            qk = tl.fma(q * LIFT * w[None, :], k, qk)
+            if WIDE:
+                w_k = 1.0 + tl.load(key_w + at, mask=m_c, other=0.0).to(tl.float64)
+                w_q = 1.0 + tl.load(query_w + at, mask=m_c, other=0.0).to(tl.float64)
+                qk = tl.fma(q.to(tl.float64) * (w_q * w_k)[None, :], k.to(tl.float64), qk)
+            else:
+                w = tl.load(fold + K * (N * C) + at, mask=m_c, other=0.0)
+                qk = tl.fma(q * LIFT * w[None, :], k, qk)
         r_q = tl.rsqrt(tl.sum(qq, 1) / C + eps)
         r_k = tl.rsqrt(tl.sum(kk, 1) / C + eps)
-        score = tl.sum(qk, 1) * r_q * r_k * (1.0 / LIFT) / root_c
+        if WIDE:
+            score = (tl.sum(qk, 1) * r_q * r_k / root_c).to(tl.float32)
+        else:
+            score = tl.sum(qk, 1) * r_q * r_k * (1.0 / LIFT) / root_c
         root = tl.sqrt_rn(tl.maximum(tl.abs(score), SCORE_FLOOR))
         root = tl.where(score > 0.0, root, tl.where(score < 0.0, -root, 0.0))
         # The comparisons above lose a NaN score; it must reach the gate.

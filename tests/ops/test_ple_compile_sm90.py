@@ -40,22 +40,24 @@ PAIR_POINTERS = {"ple_output_kernel": ("value",), "ple_conv_backward_kernel": ("
                  "ple_token_gradients_kernel": ("dout_walk", "value")}  # fmt: skip
 
 
-def _type(kernel: str, name: str) -> str:
+def _type(kernel: str, name: str, element: str = "*bf16") -> str:
     if name in COUNTS or name.endswith(("_batch", "_row")):
         return "i32"
     if name in ("eps", "root_c"):
         return "fp32"
     if name in PAIR_POINTERS.get(kernel, ()) or name in ("first", "healthy", "cu_seqlens"):
         return "*i32"
-    return "*bf16" if name in (*BF16_POINTERS, "value") else "*fp32"
+    return element if name in (*BF16_POINTERS, "value") else "*fp32"
 
 
-def _local_memory(kernel, constants: dict, warps: int, registers: int | None, directory: Path) -> tuple[int, int]:
+def _local_memory(
+    kernel, constants: dict, warps: int, registers: int | None, directory: Path, element: str = "*bf16"
+) -> tuple[int, int]:
     """(stack bytes, local bytes) per thread in the compiler's report."""
     signature, values, attributes = {}, {}, {}
     for i, parameter in enumerate(kernel.params):
         name = parameter.name
-        signature[name] = "constexpr" if parameter.is_constexpr else _type(kernel.fn.__name__, name)
+        signature[name] = "constexpr" if parameter.is_constexpr else _type(kernel.fn.__name__, name, element)
         if parameter.is_constexpr:
             values[name] = constants[name]
         elif name not in COUNTS and signature[name] != "fp32":
@@ -79,6 +81,11 @@ def test_kernel_compiles_for_sm90_without_spills(name: str, packed: bool, tmp_pa
     constants = {**WIDTH, **constants, **(PACKED if packed else {})}
     bound = registers[packed] if registers else None
     assert _local_memory(kernel, constants, warps, bound, tmp_path) == (0, 0)
+
+
+def test_float64_score_of_fp32_inputs_compiles_for_sm90_without_spills(tmp_path: Path) -> None:
+    kernel, constants, warps, _ = KERNELS["scalars"]
+    assert _local_memory(kernel, {**WIDTH, **constants}, warps, None, tmp_path, "*fp32") == (0, 0)
 
 
 @pytest.mark.parametrize("name", ["output", "tokens"])

@@ -57,3 +57,36 @@ def test_interpreted_kernels_match_float64(sizes: str, boundaries: str, dtype: s
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+NEAR_ZERO = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch
+from oracles.ple import ple_inputs, ple_packed
+from ple_gdn.ops.ple.backward import launch_backward
+from ple_gdn.ops.ple.forward import launch_forward
+
+torch.set_num_threads(1)
+inputs = ple_inputs(1, 8, 2, 256, 4, seed=3)
+q, k = (x.double().view(8, 2, 256) for x in inputs[:2])
+folded = k * (1 + inputs[3].double()).mul(1 + inputs[4].double()).view(2, 256)
+part = (q * folded).sum(-1, keepdim=True) / folded.square().sum(-1, keepdim=True)
+inputs[0] = (q - (1 - 1e-3) * part * folded).float().view(1, 8, 512)
+dout = torch.randn(1, 8, 512, generator=torch.Generator().manual_seed(5))
+_, stats = launch_forward(*inputs, None, None, 3, 1e-6, 64 << 20, False)
+grads = launch_backward(dout, *inputs, None, None, stats, 3, 1e-6, 64 << 20, None, False)
+leaves = [x.double().requires_grad_() for x in inputs]
+want = torch.autograd.grad(ple_packed(leaves, None, dilation=3), leaves, dout.double())
+for got, ref in zip(grads, want, strict=True):
+    error = (got.double() - ref).norm() / ref.norm()
+    assert error < 1e-6, (got.shape, error)
+"""
+
+
+def test_fp32_gradients_near_a_zero_score_keep_every_digit() -> None:
+    """Scores of about 1e-3: an fp32 sum of the products is off by 1e-7 and puts 1e-4 and more into four gradients."""
+    command = [sys.executable, "-c", NEAR_ZERO, str(Path(__file__).parents[1])]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
