@@ -1,4 +1,4 @@
-"""One command on a GPU, about 2 minutes: documents cut into P segments on the device (device_segments.patch).
+"""One command on a GPU, 2 to 3 minutes: documents cut into P segments on the device (device_segments.patch).
 
     python benchmarks/next/validate_segments.py [--out DIRECTORY]
 
@@ -33,7 +33,7 @@ SHAPES = (
     ("1x32768 (8,16)", (0, 32768), 8, 16, (1, 2, 3, 4)),
     ("1x32768 (16,32)", (0, 32768), 16, 32, (1, 2, 4)),
 )
-CHECK_SECONDS, CLOCK_SECONDS = 150, 120
+CHECK_SECONDS, CLOCK_SECONDS = 240, 180  # compiling the fp32 prep kernel takes 10 to 30 s, and there are two of them
 
 
 def force(P: int | None) -> None:
