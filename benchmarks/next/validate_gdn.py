@@ -178,7 +178,7 @@ def convolution(out: Path | None) -> str:
     """The convolution's CUDA tests (first) and its benchmark (after them)."""
     bench = [sys.executable, str(ROOT / "benchmarks/bench_causal_conv1d.py"), "--repeats", "10"]
     bench += [] if out is None else ["--out", str(out / "causal_conv1d.json")]
-    tests = [sys.executable, "-m", "pytest", "-q", str(ROOT / "tests/cuda/test_causal_conv1d_cuda.py")]
+    tests = [sys.executable, "-P", "-m", "pytest", "-q", str(ROOT / "tests/cuda/test_causal_conv1d_cuda.py")]
     lines = []
     for command, seconds in ((tests, TEST_SECONDS), (bench, BENCH_SECONDS)):
         try:
