@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # What has to run on an H200, in calls below ten minutes each: benchmarks/h200.sh PART OUT
 #   one   CUDA tests of PLE, gated residual, tapes and convolution side by side with the fuzzers; then timings, alone (1 GPU, 8.5 min)
-#   gdn   the gated delta rule and the patches in benchmarks/next: checks, then timings (1 GPU, 9 min)
+#   gdn   the gated delta rule and its patches in benchmarks/next: checks, then timings (1 GPU, 8 min)
+#   next  the patches for PLE and for segments, then the decoder layer (1 GPU, 9 min)
 #   two   context parallelism over NCCL: tests, then timings (2 GPUs, 6 min)
 # Each job has a limit of its own; the table comes last. Logs and results end in OUT/h200-PART.tgz. Exit status 1 if a job failed.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-part=${1:?one, gdn or two} out=${2:?folder for logs and results}
+part=${1:?one, gdn, next or two} out=${2:?folder for logs and results}
 mkdir -p "$out/logs" "$out/results"
 touch "$out/began"
 export NCCL_NVLS_ENABLE=0 PYTHONUNBUFFERED=1
@@ -36,11 +37,15 @@ settle() { # waits for every job so far and prints a line for each
 }
 
 table=""
+# Without an install: a folder with the package as the wheel lays it out, and no current folder on the path (-P).
+site=$(mktemp -d)
+mkdir "$site/ple_gdn" && cp -r ple_gdn/. ops lowerings fx_passes "$site/ple_gdn/"
+export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH}
 python=python3
 case $part in
 one)
     for op in ple gated_residual tape_reuse causal_conv1d; do
-        job 180 "test_$op" $python -m pytest -p no:cacheprovider -q "tests/cuda/test_${op}_cuda.py"
+        job 180 "test_$op" $python -P -m pytest -p no:cacheprovider -q "tests/cuda/test_${op}_cuda.py"
     done
     for op in gdn ple gated_residual; do
         job 180 "fuzz_$op" $python "tests/fuzz/fuzz_$op.py" --cases 2000 --seed 1 --device cuda
@@ -55,9 +60,14 @@ one)
 gdn)
     job 540 validate_gdn $python benchmarks/next/validate_gdn.py --out "$out/results" && settle
     ;;
+next)
+    job 240 validate_ple $python benchmarks/next/validate_ple.py --out "$out/results" && settle
+    job 150 validate_segments $python benchmarks/next/validate_segments.py --out "$out/results" && settle
+    job 150 bench_layer $python benchmarks/bench_decoder_layer.py --tokens 4096 --limit 100 --out "$out/results/decoder_layer_h200.json" && settle
+    ;;
 two)
-    job 240 test_kcp $python -m pytest -p no:cacheprovider -q tests/cuda/test_kcp_cuda.py && settle
-    job 240 bench_kcp $python benchmarks/bench_kcp.py && settle
+    job 240 test_kcp $python -P -m pytest -p no:cacheprovider -q tests/cuda/test_kcp_cuda.py && settle
+    job 240 bench_kcp $python benchmarks/bench_kcp.py --out "$out/results/kcp_h200.json" && settle
     ;;
 *)
     echo "unknown part: $part" >&2
