@@ -1,4 +1,4 @@
-"""One Qwen4-Exp decoder layer at real sizes (PLE, gated residuals, delta rule, SwiGLU): a training step of each provider.
+"""One Qwen4-Exp decoder layer at real sizes (PLE, gated residuals, delta rule, SwiGLU): a training step by provider.
 
     python benchmarks/bench_decoder_layer.py [--tokens 4096 32768] [--limit 150] [--out results.json]
     python benchmarks/bench_decoder_layer.py --device cpu --hidden 64 --tokens 128 --repeats 2    # does it run?
