@@ -32,8 +32,8 @@ def ple_scalars_kernel(
     """stats [5, rows, N] = gate, r_q, r_k, r_c, score; a = gate r_c mask and gated = gate mask, [rows, N].
 
     The sum of a score is float64 where query or key is fp32: d(gate) grows as 1 / sqrt(|score|), so near a zero of the
-    score (1e-5 to 3e-3, interpreted) the 1.5e-7 of an fp32 sum made 1e-3 in dq and dk, and this 1.3e-7. 16-bit inputs are
-    themselves coarser.
+    score (1e-5 to 3e-3, interpreted) the 1.5e-7 of an fp32 sum made 1e-3 in dq and dk, and this 1.3e-7. 16-bit inputs
+    are themselves coarser.
     """
     WIDE: tl.constexpr = hidden.dtype.element_ty == tl.float32 or key.dtype.element_ty == tl.float32
     row = tl.program_id(0) * BT + tl.arange(0, BT)
