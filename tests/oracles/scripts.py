@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -12,5 +13,10 @@ ROOT = Path(__file__).parents[2]
 def load_script(path: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    beside = str((ROOT / path).parent)
+    sys.path.insert(0, beside)  # as Python does for a script
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(beside)
     return module
