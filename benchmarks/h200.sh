@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What has to run on an H200, in calls below ten minutes each: benchmarks/h200.sh PART OUT
-#   one   CUDA tests of PLE, gated residual, tapes and convolution side by side with the fuzzers; then timings, alone (1 GPU, 8.5 min)
+#   one   CUDA tests of PLE, gated residual, tapes, convolution and compute-sanitizer side by side with the fuzzers; then timings, alone (1 GPU, 8.5 min)
 #   gdn   the gated delta rule and its patches in benchmarks/next: checks, then timings (1 GPU, 8 min)
 #   next  the patches for PLE and for segments, then the decoder layer (1 GPU, 9 min)
 #   two   context parallelism over NCCL: tests, then timings (2 GPUs, 6 min)
@@ -44,7 +44,7 @@ export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH}
 python=python3
 case $part in
 one)
-    for op in ple gated_residual tape_reuse causal_conv1d; do
+    for op in ple ple_bars gated_residual tape_reuse causal_conv1d sanitizer; do
         job 180 "test_$op" $python -P -m pytest -p no:cacheprovider -q "tests/cuda/test_${op}_cuda.py"
     done
     for op in gdn ple gated_residual; do

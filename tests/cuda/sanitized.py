@@ -1,0 +1,113 @@
+"""Small calls of each op, forward and backward, for compute-sanitizer: `python sanitized.py OP... [--device cpu]`.
+
+Two dtypes, documents and none: every kernel of an op runs, with tails in each dimension. `planted` reads out of bounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from oracles.gdn import Case, make_case, run_front
+from oracles.ple import ple_inputs
+from torch import Tensor
+
+import ple_gdn
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def _random(*shape: int, dtype: torch.dtype, device: str) -> Tensor:
+    return torch.randn(shape).to(dtype).to(device)
+
+
+def ple(device: str) -> list[Tensor]:
+    """300 rows are two spans, 320 channels a block of 256 and a tail."""
+    results, tokens = [], 300
+    mask = (torch.arange(tokens)[None] % 4 != 1).to(device)
+    cu = torch.tensor([0, 1, 1, 170, 290], device=device)
+    for dtype in DTYPES:
+        leaves = [x.to(device).requires_grad_() for x in ple_inputs(1, tokens, 4, 320, 4, dtypes=dtype)]
+        dout = _random(*leaves[0].shape, dtype=dtype, device=device)
+        for boundaries, rows, residual in ((None, None, False), (None, mask, False), (cu, mask, True)):
+            out, _ = torch.ops.ple_gdn.ple_gate_conv(*leaves, boundaries, rows, dilation=3, residual=residual)
+            results += [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+    return results
+
+
+def gated_delta_rule(device: str) -> list[Tensor]:
+    """Both tape modes; a whole chunk, a tail, an empty and a one-token document; rows of no document."""
+    results = []
+    for dtype, width in zip(DTYPES, (32, 128), strict=True):
+        case = make_case((70, 0, 1, 64), value_heads=2, heads=1, key_width=width, value_width=width, dtype=dtype,
+                         trailing=3)  # fmt: skip
+        case = Case(*(x.to(device) if isinstance(x, Tensor) else x for x in case))
+        for mode in ("light", "full"):
+            results += run_front(case, save_mode=mode).values()
+    return results
+
+
+def causal_conv1d(device: str) -> list[Tensor]:
+    results = []
+    cu = torch.tensor([0, 1, 1, 100, 145], device=device)
+    for dtype in DTYPES:
+        *leaves, dy = (
+            _random(*shape, dtype=dtype, device=device) for shape in ((1, 150, 72), (72, 4), (72,), (1, 150, 72))
+        )
+        leaves = [x.requires_grad_() for x in leaves]
+        for boundaries in (None, cu):
+            y = ple_gdn.causal_conv1d(*leaves, activation="silu", cu_seqlens=boundaries)
+            results += [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+    return results
+
+
+def gated_residual(device: str) -> list[Tensor]:
+    results, streams = [], 4
+    for dtype in DTYPES:
+        shapes = [(37, 320), (37, 384), (37, 384), (37, 96), (37, 384), (37, streams)]
+        leaves = [_random(*s, dtype=dtype, device=device).requires_grad_() for s in shapes]
+        x, up, normed, hidden, hyper, weights = leaves
+        outs = (
+            ple_gdn.gated_residual_down(x, streams),
+            ple_gdn.gated_residual_mix(up, normed, streams),
+            ple_gdn.gated_residual_inject(hidden, hyper, weights),
+        )
+        upstream = [torch.randn_like(out) for out in outs]
+        results += [*(out.detach() for out in outs), *torch.autograd.grad(outs, leaves, upstream)]
+    return results
+
+
+@triton.jit
+def read_past_the_end(x, y):
+    tl.store(y, tl.load(x + (1 << 24)))
+
+
+def planted(device: str) -> list[Tensor]:
+    """What the tool has to find: a read 64 MiB past the end of 4 bytes."""
+    x, y = torch.zeros(1, device=device), torch.zeros(1, device=device)
+    read_past_the_end[(1,)](x, y)
+    return [y]
+
+
+OPS: dict[str, Callable[[str], list[Tensor]]] = {
+    f.__name__: f for f in (ple, gated_delta_rule, causal_conv1d, gated_residual)
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("ops", nargs="+", choices=[*OPS, "planted"])
+    parser.add_argument("--device", default="cuda")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    for name in options.ops:
+        results = {**OPS, "planted": planted}[name](options.device)
+        assert all(bool(x.isfinite().all()) for x in results), name
+        print(f"{name}: {len(results)} results", flush=True)
+
+
+if __name__ == "__main__":
+    main()
