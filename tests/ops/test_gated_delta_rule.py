@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 from oracles.gdn import NAMES, Case, make_case, oracle, relative_rms, run_front, token_recurrence
+from oracles.gdn_dense import gated_delta_rule_dense
 
 import ple_gdn
 
@@ -174,6 +175,24 @@ def test_a_thousand_short_documents_train_in_seconds() -> None:
     assert time.process_time() - started < 5
     expected, _ = token_recurrence(*(x.double() for x in case[:6]), case.boundaries, 0.25, True)
     assert relative_rms(actual["o"], expected) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("dtype", "one_chunk"), [(torch.float32, 4e-6), (torch.bfloat16, 25e-3), (torch.float16, 3e-3)]
+)
+def test_reflections_carry_the_rounding_of_each_chunk_and_no_more(dtype: torch.dtype, one_chunk: float) -> None:
+    # beta 2 without decay: I - 2 k k^T is orthogonal, nothing is forgotten, so the errors of chunks add up like a
+    # random walk (dinitial_state in bfloat16: 18, 26, 37 times 1e-3 over 1, 2, 4 chunks), all of the 16-bit inverse.
+    for chunks in (1, 4, 16):
+        case = make_case((64 * chunks,), heads=1, value_heads=2, mode="beta_two", dtype=dtype, seed=chunks)
+        case = case._replace(g=torch.zeros_like(case.g))
+        leaves = [x.double().requires_grad_() for x in case[:6]]
+        outputs = gated_delta_rule_dense(*leaves, case.boundaries, 0.25, True)
+        grads = torch.autograd.grad(outputs, leaves, (case.do.double(), case.dfinal_state.double()))
+        actual = run_front(case, scale=0.25)
+        for name, expected in zip(NAMES, (*outputs, *grads), strict=True):
+            error = relative_rms(actual[name], expected.detach())
+            assert error <= one_chunk * chunks**0.5, f"{name} after {chunks} chunks: {error:.2e}"
 
 
 @pytest.mark.slow
