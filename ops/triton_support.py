@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import logging
@@ -51,6 +52,11 @@ def _check_capability(index: int | None) -> None:
             f"ple_gdn kernels need a GPU of compute capability >= {MINIMUM_CAPABILITY[0]}.{MINIMUM_CAPABILITY[1]}, "
             f"{torch.cuda.get_device_name(index)} has {capability[0]}.{capability[1]}; run on the CPU instead"
         )
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager:
+    """Launches go to `device`; nothing for the CPU, where Triton's interpreter runs the kernels."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def triton_ready(device: torch.device) -> bool:

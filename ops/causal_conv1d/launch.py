@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..triton_support import on_device
 from ..varlen import read_boundaries
 from .kernels import BATCH_ROWS, ONE_DOCUMENT, PACKED, check_kernel, forward_kernel
 from .kernels_backward import backward_kernel, weight_kernel
@@ -94,10 +94,6 @@ def _parameters(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | N
     return weight.contiguous(), None if bias is None else bias.contiguous()
 
 
-def _on_device(device: torch.device) -> contextlib.AbstractContextManager:
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-
-
 def launch_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, activation: str | None
 ) -> Tensor:
@@ -105,7 +101,7 @@ def launch_forward(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if y.numel() == 0:
         return y
-    with _on_device(x.device):
+    with on_device(x.device):
         p = Problem(x, weight, cu_seqlens)
         if p.healthy is not None:
             torch._assert_async(p.healthy, BAD_CU_SEQLENS)
@@ -126,7 +122,7 @@ def launch_backward(
     dbias = torch.empty(0 if bias is None else bias.shape, dtype=weight.dtype, device=x.device)
     if dx.numel() == 0:
         return dx, dweight.zero_(), dbias.zero_()
-    with _on_device(x.device):
+    with on_device(x.device):
         p = Problem(x, weight, cu_seqlens, dy)
         span, spans, tile = p.plan(BACKWARD[x.element_size()])
         facts = p.facts(bias, activation)

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..triton_support import on_device
 from . import kernels
 
 # 8 elements of 16 bits a thread: one 16-byte load.
@@ -21,7 +22,7 @@ def _grid(y: torch.Tensor, streams: int, width: int) -> tuple[int, int]:
 def down(x: torch.Tensor, streams: int) -> torch.Tensor:
     x, y = x.contiguous(), x.new_empty(x.shape)
     if y.numel():
-        with torch.cuda.device(x.device):
+        with on_device(x.device):
             grid = (triton.cdiv(y.numel(), BLOCK),)
             kernels.down_kernel[grid](x, y, y.numel(), 1.0 / streams, BLOCK=BLOCK, **OPTIONS)
     return y
@@ -30,7 +31,7 @@ def down(x: torch.Tensor, streams: int) -> torch.Tensor:
 def down_backward(dy: torch.Tensor, x: torch.Tensor, streams: int) -> torch.Tensor:
     dy, x, dx = dy.contiguous(), x.contiguous(), x.new_empty(x.shape)
     if dx.numel():
-        with torch.cuda.device(x.device):
+        with on_device(x.device):
             grid = (triton.cdiv(dx.numel(), BLOCK),)
             kernels.down_backward_kernel[grid](dy, x, dx, dx.numel(), 1.0 / streams, BLOCK=BLOCK, **OPTIONS)
     return dx
@@ -40,7 +41,7 @@ def mix(up: torch.Tensor, normed: torch.Tensor, streams: int) -> torch.Tensor:
     up, normed, width = up.contiguous(), normed.contiguous(), up.shape[-1] // streams
     y = up.new_empty((*up.shape[:-1], width), dtype=torch.promote_types(up.dtype, normed.dtype))
     if y.numel():
-        with torch.cuda.device(up.device):
+        with on_device(up.device):
             grid = _grid(up, streams, width)
             kernels.mix_kernel[grid](up, normed, y, width, 1.0 / streams, N=streams, BLOCK=BLOCK, **OPTIONS)
     return y
@@ -52,7 +53,7 @@ def mix_backward(
     dy, up, normed, width = dy.contiguous(), up.contiguous(), normed.contiguous(), up.shape[-1] // streams
     dup, dnormed = up.new_empty(up.shape), normed.new_empty(normed.shape)
     if dup.numel():
-        with torch.cuda.device(up.device):
+        with on_device(up.device):
             kernels.mix_backward_kernel[_grid(up, streams, width)](
                 dy, up, normed, dup, dnormed, width, 1.0 / streams, N=streams, BLOCK=BLOCK, **OPTIONS
             )
@@ -65,7 +66,7 @@ def inject(hidden: torch.Tensor, hyper_input: torch.Tensor, weights: torch.Tenso
     product = torch.promote_types(hidden.dtype, weights.dtype)
     y = hyper_input.new_empty(hyper_input.shape, dtype=torch.promote_types(product, hyper_input.dtype))
     if y.numel():
-        with torch.cuda.device(hidden.device):
+        with on_device(hidden.device):
             kernels.inject_kernel[_grid(y, streams, width)](
                 hidden,
                 hyper_input,
@@ -86,7 +87,7 @@ def inject_backward(dy: torch.Tensor, hidden: torch.Tensor, weights: torch.Tenso
     dhidden, dweights = hidden.new_empty(hidden.shape), weights.new_zeros(weights.shape)
     if dhidden.numel():
         product = TRITON_DTYPES[torch.promote_types(hidden.dtype, weights.dtype)]
-        with torch.cuda.device(hidden.device):
+        with on_device(hidden.device):
             kernels.inject_backward_kernel[(weights.numel() // streams,)](
                 dy, hidden, weights, dhidden, dweights, width, N=streams, PRODUCT=product, BLOCK=BLOCK, **OPTIONS
             )

@@ -11,10 +11,11 @@ import math
 import torch
 from torch import Tensor
 
+from ..triton_support import on_device
 from .configs import CONFIGS, Config, fit_block, fit_warps, rows_per_span
 from .kernels_backward import ple_conv_backward_kernel, ple_score_backward_kernel
 from .kernels_tokens import ple_token_gradients_kernel, ple_weight_gradient_kernel
-from .launch import OPTIONS, Problem, on_device
+from .launch import OPTIONS, Problem
 
 SCORE_ROWS = 64
 # Partial rows and channels per block of the final sum.

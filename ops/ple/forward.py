@@ -11,9 +11,10 @@ import math
 import torch
 from torch import Tensor
 
+from ..triton_support import on_device
 from .configs import CONFIGS, fit_block, fit_warps, rows_per_span
 from .kernels_forward import ple_output_kernel, ple_scalars_kernel
-from .launch import BAD_CU_SEQLENS, OPTIONS, Problem, on_device
+from .launch import BAD_CU_SEQLENS, OPTIONS, Problem
 
 
 def launch_forward(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -16,10 +15,6 @@ PREPARE_BLOCK = 1024
 # No contraction beyond the fma that is written: a row's bits must not depend on which copy of a loop body handles it.
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
 BAD_CU_SEQLENS = "cu_seqlens must start at 0, never decrease and end at or before T"
-
-
-def on_device(device: torch.device) -> contextlib.AbstractContextManager:
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def unit_stride(x: Tensor) -> Tensor:
