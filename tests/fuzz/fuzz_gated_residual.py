@@ -31,7 +31,8 @@ def _make(source: Source, op: str) -> tuple[dict[str, Tensor], Callable, Callabl
     """Arguments by name, the op, the eager chain, whether infinities and NaN are among the values."""
     pick = source.pick
     rows = tuple(pick.choice((0, 1, 2, 3, 5, 9)) for _ in range(pick.randint(0, 3)))
-    streams, width = pick.randint(2, 8), source.choice((pick.randint(1, 9), pick.randint(10, 130)))
+    shape = source.structure
+    streams, width = shape.randint(2, 8), source.choice((shape.randint(1, 9), shape.randint(10, 130)), structure=True)
     if op == "norm":
         width += 3  # one channel's norm is a sign: its gradient is the rounding of terms that cancel
     special = source.chance(0.1)
@@ -42,10 +43,10 @@ def _make(source: Source, op: str) -> tuple[dict[str, Tensor], Callable, Callabl
         "inject": {"hidden": (*rows, width), "hyper_input": (*rows, streams * width), "weights": (*rows, streams)},
         "norm": {"x": (*rows, streams * width), "weight": (streams * width,)},
     }[op]
-    uniform = source.choice(LOW) if source.chance(0.6) else None
+    uniform = source.choice(LOW, structure=True) if shape.random() < 0.6 else None
     arguments = {
-        n: source.guarded(n, _values(source, shape, uniform or source.choice(LOW), special))
-        for n, shape in shapes.items()
+        n: source.guarded(n, _values(source, sizes, uniform or source.choice(LOW, structure=True), special))
+        for n, sizes in shapes.items()
     }
     ours, theirs = {
         "down": (
@@ -105,7 +106,7 @@ def _judge(
 
 
 def _one(tally: Tally, source: Source, place: str) -> None:
-    op = source.choice(("down", "mix", "inject", "norm"))
+    op = source.choice(("down", "mix", "inject", "norm"), structure=True)
     arguments, ours, theirs, special = _make(source, op)
     tensors = list(arguments.values())
     dtypes = [x.dtype for x in tensors]

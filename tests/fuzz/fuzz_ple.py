@@ -78,14 +78,14 @@ def conv_oracle(tensors: list[Tensor], activation: str | None, boundaries: tuple
 def _dtypes(source: Source, count: int) -> list[torch.dtype]:
     if source.device.type == "cpu" and source.chance(0.1):
         return [torch.float64] * count
-    if source.chance(0.6):
-        return [source.choice(LOW)] * count
-    return [source.choice(LOW) for _ in range(count)]
+    if source.structure.random() < 0.6:
+        return [source.choice(LOW, structure=True)] * count
+    return [source.choice(LOW, structure=True) for _ in range(count)]
 
 
 def _packing(source: Source, tokens: int) -> tuple[int, object, tuple[int, ...] | None]:
     """Batch, `cu_seqlens` argument, boundaries."""
-    if source.chance(0.4):
+    if source.structure.random() < 0.4:
         return source.pick.randint(1, 3), None, None
     boundaries = source.boundaries(tokens)
     cu_seqlens = source.guarded("cu_seqlens", torch.tensor(boundaries, dtype=source.choice((torch.int32, torch.int64))))
@@ -103,9 +103,10 @@ def _clear_small_scores(values: list[Tensor], channels: int, eps: float) -> None
 
 def _ple_case(source: Source) -> tuple[list[Tensor], Callable, Callable, str]:
     """The seven tensors, the op, the oracle over their float64 copies, and a description."""
-    pick = source.pick
-    streams, channels = pick.randint(2, 5), source.choice((pick.randint(1, 12), pick.randint(13, 48), 160), (4, 5, 1))
-    kernel, dilation = source.choice((1, 2, 3, 4, 5, 8), (1, 2, 2, 5, 1, 1)), pick.randint(1, 4)
+    pick, shape = source.pick, source.structure
+    channels = source.choice((shape.randint(1, 12), shape.randint(13, 48), 160), (4, 5, 1), structure=True)
+    kernel = source.choice((1, 2, 3, 4, 5, 8), (1, 2, 2, 5, 1, 1), structure=True)
+    streams, dilation = shape.randint(2, 5), shape.randint(1, 4)
     tokens = source.choice((pick.randint(0, 8), pick.randint(9, 60), pick.randint(61, 150)), (3, 5, 1))
     batch, packing, boundaries = _packing(source, tokens)
     eps, width = source.choice((1e-6, 1e-5, 1e-2)), streams * channels
@@ -121,7 +122,7 @@ def _ple_case(source: Source) -> tuple[list[Tensor], Callable, Callable, str]:
         mask = source.guarded("conv_mask", (source.uniform(batch, tokens) < 0.8).to(source.choice(MASKS)))
     options = {"dilation": dilation, "eps": eps, "workspace_bytes": source.choice((None, 1, 4096, 1 << 16, 1 << 20))}
     tensors = [source.guarded(n, x) for n, x in zip(TENSORS, values, strict=True)]
-    residual = source.chance(0.15)
+    residual = shape.random() < 0.15
 
     def op(*given: Tensor) -> Tensor:
         if not residual:
@@ -139,7 +140,8 @@ def _ple_case(source: Source) -> tuple[list[Tensor], Callable, Callable, str]:
 
 def _conv_case(source: Source) -> tuple[list[Tensor], Callable, Callable, str]:
     pick = source.pick
-    width, kernel, tokens = pick.randint(1, 70), source.choice((1, 2, 3, 4, 4, 4, 7)), pick.randint(0, 90)
+    width, kernel = source.structure.randint(1, 70), source.choice((1, 2, 3, 4, 4, 4, 7), structure=True)
+    tokens = pick.randint(0, 90)
     batch, packing, boundaries = _packing(source, tokens)
     x_dtype, weight_dtype = _dtypes(source, 2)
     shapes = {"x": (batch, tokens, width), "weight": (width, kernel)} | (
@@ -184,7 +186,7 @@ def _judge(
 
 
 def _one(tally: Tally, source: Source, place: str) -> None:
-    conv = source.chance(0.2)
+    conv = source.structure.random() < 0.2
     tensors, op, oracle, described = (_conv_case if conv else _ple_case)(source)
     name = f"{place} {described}"
     wanted = [at for at in range(len(tensors)) if source.chance(0.8)] or [0]

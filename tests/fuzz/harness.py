@@ -8,7 +8,9 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -45,12 +47,31 @@ class Tally:
         """`share`: error over allowed error."""
         self.worst[name] = max(self.worst.get(name, 0.0), share)
 
+    def add(self, other: Tally) -> None:
+        self.cases, self.guards = self.cases + other.cases, self.guards + other.guards
+        self.compared, self.kinds = self.compared + other.compared, self.kinds + other.kinds
+        self.failures += other.failures
+        for name, share in other.worst.items():
+            self.note(name, share)
+
+
+STRUCTURES = 16
+"""Structures on a GPU, where each set of them compiles some forty kernels: what selects a kernel follows the group."""
+
 
 class Source:
-    """Choices and values of one case; the same for the same seed on every machine (values are made on the CPU)."""
+    """Choices and values of one case; the same for the same seed on every machine (values are made on the CPU).
 
-    def __init__(self, *seed: object, device: torch.device) -> None:
-        self.pick = random.Random("/".join(map(str, seed)))
+    `structure` makes the choices that select a kernel: dtypes, widths, packing. On a GPU groups that are equal modulo
+    `STRUCTURES` share them, and whether tensors begin at aligned addresses; elsewhere they are choices like any other.
+    """
+
+    def __init__(self, kind: str, seed: object, group: int, *case: object, device: torch.device) -> None:
+        self.pick = random.Random("/".join(map(str, (kind, seed, group, *case))))
+        self.structure, self.aligned = self.pick, False
+        if device.type != "cpu":
+            self.structure = random.Random(f"{kind}/{seed}/structure {group % STRUCTURES}")
+            self.aligned = self.structure.random() < 0.85
         self.generator = torch.Generator().manual_seed(self.pick.getrandbits(48))
         self.device = device
         self._guarded: list[tuple[str, Tensor, Tensor, slice | None]] = []
@@ -58,8 +79,8 @@ class Source:
     def chance(self, probability: float) -> bool:
         return self.pick.random() < probability
 
-    def choice(self, values: Sequence, weights: Sequence[float] | None = None) -> object:
-        return self.pick.choices(values, weights)[0]
+    def choice(self, values: Sequence, weights: Sequence[float] | None = None, *, structure: bool = False) -> object:
+        return (self.structure if structure else self.pick).choices(values, weights)[0]
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator, dtype=torch.float64)
@@ -84,11 +105,15 @@ class Source:
         count = 1
         for size in padded:
             count *= size
-        front = GUARD + (0 if dense else self.pick.randrange(8))
+        extra = 0 if dense else self.pick.randrange(8)
+        starts = [self.pick.randint(0, gap) for gap in gaps]
+        inner = 0
+        for start, size in zip(starts, padded, strict=True):
+            inner = inner * size + start
+        front = GUARD + (-inner % GUARD if self.aligned else extra)
         buffer = torch.full((front + count + GUARD,), _garbage(values.dtype), dtype=values.dtype, device=self.device)
         view = buffer[front : front + count].view(padded)
-        for at, (size, gap) in enumerate(zip(sizes, gaps, strict=True)):
-            start = self.pick.randint(0, gap)
+        for at, (size, start) in enumerate(zip(sizes, starts, strict=True)):
             stop = start + (size * step if at == len(sizes) - 1 else size)
             view = view.narrow(at, start, stop - start)
         if sizes:
@@ -157,8 +182,8 @@ Fuzzer = Callable[[Tally, int, int, torch.device], None]
 """Adds to the tally the cases of one group: (tally, seed, group, device)."""
 
 
-def run(fuzzer: Fuzzer, cases: int, seed: int, device: str = "cpu", first_group: int = 0) -> Tally:
-    """Runs whole groups until `cases` cases were checked."""
+def run(fuzzer: Fuzzer, cases: int, seed: int, device: str = "cpu", first_group: int = 0, every: int = 1) -> Tally:
+    """Runs whole groups, one of `every`, until `cases` cases were checked."""
     tally, group = Tally(), first_group
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -167,7 +192,7 @@ def run(fuzzer: Fuzzer, cases: int, seed: int, device: str = "cpu", first_group:
     try:
         while tally.cases < cases:
             fuzzer(tally, seed, group, torch.device(device))
-            group += 1
+            group += every
     finally:
         torch.use_deterministic_algorithms(False)
         torch.set_num_threads(threads)
@@ -181,13 +206,26 @@ def main(fuzzer: Fuzzer) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--first-group", type=int, default=0, help="starts here: a failing case names its group")
+    parser.add_argument("--workers", type=int, default=1, help="processes, each with every so many-th group")
     given = parser.parse_args()
-    started = time.process_time()
-    tally = run(fuzzer, given.cases, given.seed, given.device, given.first_group)
+    clock = time.process_time if given.workers == 1 else time.monotonic
+    started = clock()
+    tally = Tally()
+    if given.workers == 1:
+        tally = run(fuzzer, given.cases, given.seed, given.device, given.first_group)
+    else:
+        each = -(-given.cases // given.workers)
+        with ProcessPoolExecutor(given.workers, get_context("spawn")) as pool:
+            jobs = [
+                pool.submit(run, fuzzer, each, given.seed, given.device, given.first_group + at, given.workers)
+                for at in range(given.workers)
+            ]
+            for job in jobs:
+                tally.add(job.result())
     print(
         f"{Path(sys.argv[0]).name}: {tally.cases} cases, seed {given.seed}, {given.device}, torch {torch.__version__}: "
         f"{len(tally.failures)} wrong; {tally.compared} tensors compared, {tally.guards} guards read; "
-        f"{time.process_time() - started:.0f} CPU s"
+        f"{clock() - started:.0f} {'CPU s' if given.workers == 1 else f's with {given.workers} workers'}"
     )
     print("worst error / allowed: " + ", ".join(f"{k} {v:.2f}" for k, v in sorted(tally.worst.items())))
     print("cases by kind: " + ", ".join(f"{k} {v}" for k, v in sorted(tally.kinds.items())))

@@ -7,7 +7,7 @@ import fuzz_gdn
 import fuzz_ple
 import pytest
 import torch
-from harness import Source, Tally, run
+from harness import GUARD, STRUCTURES, Source, Tally, run
 from oracles.gdn import make_case, token_recurrence
 from oracles.gdn_dense import gated_delta_rule_dense
 from oracles.ple import ple_inputs, ple_packed
@@ -48,7 +48,7 @@ def test_a_gradient_that_is_five_percent_off_is_seen(name: str, op: str, monkeyp
 
 
 def test_a_write_outside_a_tensor_or_into_an_input_is_seen() -> None:
-    source = Source("guards", device=CPU)
+    source = Source("guards", 0, 0, device=CPU)
     x = source.guarded("x", torch.zeros(3, 4))
     y = source.guarded("y", torch.zeros(5, dtype=torch.int32), dense=True)
     scratch = source.scratch("scratch", 32)
@@ -59,6 +59,22 @@ def test_a_write_outside_a_tensor_or_into_an_input_is_seen() -> None:
     x[2, 3] = 1.0
     torch.as_strided(scratch, (1,), (1,), scratch.storage_offset() + 32).fill_(0)
     assert source.touched() == ["x", "y", "scratch"]
+
+
+def test_on_a_gpu_groups_share_what_selects_kernels_and_nothing_else() -> None:
+    gpu = torch.device("cuda")  # choices are made without one
+    groups = [Source("any", 1, group, device=gpu) for group in (3, 3 + STRUCTURES, 4)]
+    structures = [[source.choice(range(1000), structure=True) for _ in range(4)] for source in groups]
+    assert structures[0] == structures[1] != structures[2]
+    assert len({source.choice(range(10**9)) for source in groups}) == 3
+
+
+def test_aligned_tensors_begin_at_multiples_of_the_guard_whatever_their_gaps() -> None:
+    source = Source("aligned", 0, 0, device=CPU)
+    source.aligned = True
+    offsets = [source.guarded("x", torch.zeros(3, 4, 5)).storage_offset() for _ in range(50)]
+    assert all(offset % GUARD == 0 for offset in offsets)
+    assert source.touched() == []
 
 
 def test_memory_that_is_not_written_is_nan() -> None:
