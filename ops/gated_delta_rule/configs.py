@@ -67,3 +67,18 @@ def select(itemsize: int, K: int, V: int) -> Configs:
         scan=configs.scan._replace(BV=min(configs.scan.BV, widest)),
         gradient=configs.gradient._replace(BV=min(configs.gradient.BV, widest)),
     )
+
+
+# Minor releases of Triton whose Gluon walks have run on an H200 and were right; under others the plain walks run.
+HOPPER_WALKS_TRITON = ((3, 6),)
+
+
+def walks_for_hopper(
+    itemsize: int, K: int, V: int, table_floats: int, capability: tuple[int, int], triton: tuple[int, int]
+) -> bool:
+    """True where `hopper_walks.py` walks, False where `scan.py` does: 16-bit operands with K = V = 128 on sm_90.
+
+    The copy engine takes 32-bit coordinates, of which those of the row table, `table_floats` long, are the largest.
+    """
+    fits = itemsize == 2 and K == V == 128 and table_floats < 2**31
+    return fits and capability == (9, 0) and triton in HOPPER_WALKS_TRITON

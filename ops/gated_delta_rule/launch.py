@@ -12,8 +12,8 @@ from .configs import block_width, select
 from .gradients import gradient_kernel
 from .packing_kernels import check_packing_kernel, zero_gradient_tail_kernel, zero_output_tail_kernel
 from .prep import prep_kernel
-from .scan import adjoint_kernel, forward_kernel
 from .scores import score_kernel
+from .walks import Chunks, Documents, backward_walks, forward_walk
 
 Tensor = torch.Tensor
 
@@ -136,12 +136,9 @@ def launch_forward(
         cu, offsets = _packing(p, cu_seqlens, chunk_offsets)
         _prep(p, q, k, g, beta, cu, offsets, tapes, scale, use_qk_l2norm)
         _scores(p, q, k, beta, cu, offsets, tapes, table, scores)
-        config = select(p.dtype.itemsize, p.K, p.V).scan
-        forward_kernel[(p.documents * p.HV * -(-p.V // config.BV),)](
-            q, k, v, table, scores, tapes[3], h0, cu, offsets, o, final, h, delta, p.T, p.chunks_per_row, **p.heads,
-            V=p.V, BK=block_width(p.K), BV=config.BV, VARLEN=p.varlen, HAS_H0=h0 is not None,
-            STORE_HT=output_final_state, STORE_H=full, OUTPUT=output, DOT=p.dot, STAGES=config.num_stages,
-            num_warps=config.num_warps,
+        forward_walk(
+            p, Chunks(q, k, v, table, scores, tapes[3]), Documents(p.documents, cu, offsets), h0, o, final, h, delta,
+            store_final=output_final_state, store_h=full, output=output,
         )  # fmt: skip
         if p.varlen:
             zero_output_tail_kernel[(132,)](
@@ -190,20 +187,16 @@ def launch_backward(
     if rebuild:
         _prep(p, q, k, g, beta, cu, offsets, tapes, scale, use_qk_l2norm)
     _scores(p, q, k, beta, cu, offsets, tapes, table, scores)
-    configs = select(p.dtype.itemsize, p.K, p.V)
-    common = {"V": p.V, "BK": block_width(p.K), "VARLEN": p.varlen, "DOT": p.dot, **p.heads}
-    chains = p.documents * p.HV * -(-p.V // configs.scan.BV)
-    adjoint_kernel[(chains * (2 if replay else 1),)](
-        do, dht, q, k, v, table, scores, tapes[3], h0, cu, offsets, dh, dv, dh0, h, delta,
-        chains, p.T, p.chunks_per_row, **common,
-        BV=configs.scan.BV, HAS_H0=has_h0, HAS_DHT=dht is not None, STORE_DH0=has_h0, REPLAY=replay,
-        STAGES=configs.scan.num_stages, num_warps=configs.scan.num_warps,
+    backward_walks(
+        p, Chunks(q, k, v, table, scores, tapes[3]), Documents(p.documents, cu, offsets), do, dht, h0,
+        dh, dv, dh0, h, delta, store_dh0=has_h0, replay=replay,
     )  # fmt: skip
+    config = select(p.dtype.itemsize, p.K, p.V).gradient
     gradient_kernel[(p.chunks * p.H,)](
         do, q, k, table, *tapes[1:3], h, delta, dh, cu, offsets, dq, dk, dv, dg, dbeta,
-        scale, 1.0 / scale if scale else 0.0, p.documents, p.T, p.chunks_per_row, **common,
-        BV=configs.gradient.BV, L2NORM=use_qk_l2norm, STAGES=configs.gradient.num_stages,
-        num_warps=configs.gradient.num_warps,
+        scale, 1.0 / scale if scale else 0.0, p.documents, p.T, p.chunks_per_row, **p.heads,
+        V=p.V, BK=block_width(p.K), VARLEN=p.varlen, DOT=p.dot, BV=config.BV, L2NORM=use_qk_l2norm,
+        STAGES=config.num_stages, num_warps=config.num_warps,
     )  # fmt: skip
     if p.varlen:
         zero_gradient_tail_kernel[(132,)](

@@ -12,8 +12,8 @@ from ..gated_delta_rule.arena import Arena
 from ..gated_delta_rule.configs import block_width, select
 from ..gated_delta_rule.gradients import gradient_kernel
 from ..gated_delta_rule.launch import Problem, _packing, _prep, _prep_tapes, _scores, _walk_buffers
-from ..gated_delta_rule.scan import adjoint_kernel, forward_kernel
 from ..gated_delta_rule.tapes import Tapes
+from ..gated_delta_rule.walks import Chunks, Documents, backward_walks, forward_walk
 from .local import Inputs, index_tensor
 from .map_kernel import map_kernel
 from .plan import RankPlan, Run
@@ -49,22 +49,15 @@ class _DeviceRun:
         runs = self.plan.runs(chosen)
         return runs if len(runs) <= MOST_RUNS else self.plan.runs(range(len(self.plan.segments)))
 
-    def boundaries(self, run: Run) -> tuple[Tensor, Tensor]:
-        """Boundaries and chunk offsets of a run. Copies: a slice's alignment would be another kernel to compile."""
+    def documents(self, run: Run) -> Documents:
+        """The segments of a run. Copies: a slice's alignment would be another kernel to compile."""
         cut = slice(run.first, run.last + 1)
-        return (self.cu, self.offsets) if run.whole else (self.cu[cut].clone(), self.offsets[cut].clone())
-
-    def chains(self, run: Run) -> int:
-        return (run.last - run.first) * self.p.HV * -(-self.p.V // self.configs.scan.BV)
+        tables = (self.cu, self.offsets) if run.whole else (self.cu[cut].clone(), self.offsets[cut].clone())
+        return Documents(run.last - run.first, *tables)
 
     @property
-    def common(self) -> dict[str, object]:
-        return {"V": self.p.V, "BK": block_width(self.p.K), "VARLEN": True, "DOT": self.p.dot, **self.p.heads}
-
-    @property
-    def scan(self) -> dict[str, object]:
-        config = self.configs.scan
-        return {"BV": config.BV, "STAGES": config.num_stages, "num_warps": config.num_warps}
+    def chunks(self) -> Chunks:
+        return Chunks(self.q, self.k, self.v, self.table, self.scores, self.prep[3])
 
 
 class DeviceForwardRun(_DeviceRun):
@@ -105,11 +98,10 @@ class DeviceForwardRun(_DeviceRun):
         self._launch(run, starts, self.ends, output=True)
 
     def _launch(self, run: Run, starts: Tensor, ends: Tensor, output: bool) -> None:
-        p, part = self.p, slice(run.first, run.last)
-        forward_kernel[(self.chains(run),)](
-            self.q, self.k, self.v, self.table, self.scores, self.prep[3], starts[part], *self.boundaries(run),
-            self.o, ends[part], self.h, self.delta, p.T, p.chunks_per_row, **self.common, HAS_H0=True, STORE_HT=True,
-            STORE_H=self.full and output, OUTPUT=output, **self.scan,
+        part = slice(run.first, run.last)
+        forward_walk(
+            self.p, self.chunks, self.documents(run), starts[part], self.o, ends[part], self.h, self.delta,
+            store_final=True, store_h=self.full and output, output=output,
         )  # fmt: skip
 
 
@@ -143,11 +135,10 @@ class DeviceBackwardRun(_DeviceRun):
         self._launch(run, ends, self.dstarts, replay=self.replay)
 
     def _launch(self, run: Run, ends: Tensor, dstarts: Tensor, replay: bool) -> None:
-        p, part, chains = self.p, slice(run.first, run.last), self.chains(run)
-        adjoint_kernel[(chains * (2 if replay else 1),)](
-            self.do, ends[part], self.q, self.k, self.v, self.table, self.scores, self.prep[3], self.starts[part],
-            *self.boundaries(run), self.dh, self.dv, dstarts[part], self.h, self.delta, chains, p.T, p.chunks_per_row,
-            **self.common, HAS_H0=True, HAS_DHT=True, STORE_DH0=True, REPLAY=replay, **self.scan,
+        part = slice(run.first, run.last)
+        backward_walks(
+            self.p, self.chunks, self.documents(run), self.do, ends[part], self.starts[part], self.dh, self.dv,
+            dstarts[part], self.h, self.delta, store_dh0=True, replay=replay,
         )  # fmt: skip
 
     def gradients(self) -> list[Tensor]:
@@ -158,6 +149,7 @@ class DeviceBackwardRun(_DeviceRun):
         gradient_kernel[(p.chunks * p.H,)](
             self.do, self.q, self.k, self.table, *self.prep[1:3], self.h, self.delta, self.dh, self.cu, self.offsets,
             *grads, self.scale, 1.0 / self.scale if self.scale else 0.0, p.documents, p.T, p.chunks_per_row,
-            **self.common, BV=config.BV, L2NORM=self.l2norm, STAGES=config.num_stages, num_warps=config.num_warps,
+            **p.heads, V=p.V, BK=block_width(p.K), VARLEN=True, DOT=p.dot, BV=config.BV, L2NORM=self.l2norm,
+            STAGES=config.num_stages, num_warps=config.num_warps,
         )  # fmt: skip
         return grads

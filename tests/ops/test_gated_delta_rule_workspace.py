@@ -54,10 +54,13 @@ class Silent:
 def launch(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The CUDA launchers on CPU tensors: their own allocations and arena, no kernel."""
     pytest.importorskip("triton")
-    module = importlib.import_module("ple_gdn.ops.gated_delta_rule.launch")
-    for name in [name for name in vars(module) if name.endswith("_kernel")]:
-        monkeypatch.setattr(module, name, Silent())
-    return module
+    modules = [
+        importlib.import_module(f"ple_gdn.ops.gated_delta_rule.{n}") for n in ("launch", "walks", "hopper_walks")
+    ]
+    for module in modules:
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            monkeypatch.setattr(module, name, Silent())
+    return modules[0]
 
 
 def launched(launch: ModuleType, case: Case, phase: str, given: torch.Tensor | None = None) -> tuple[arena.Arena, int]:
@@ -120,11 +123,18 @@ def test_the_evaluated_formulas_are_the_bytes_that_the_cuda_launchers_bind(
     assert announced(case, "cuda").bytes(LAUNCHES[phase]) == bound.peak
 
 
+@pytest.mark.parametrize("hopper", [False, True], ids=["plain walks", "Hopper walks"])
 @pytest.mark.parametrize("phase", LAUNCHES)
-def test_the_cuda_launchers_allocate_outputs_and_the_arena_and_nothing_else(phase: str, launch: ModuleType) -> None:
-    case = make_case((70, 0, 1, 64, 65), **GEOMETRY)
+def test_the_cuda_launchers_allocate_outputs_and_the_arena_and_nothing_else(
+    phase: str, hopper: bool, launch: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ple_gdn.ops.gated_delta_rule import walks
+
+    monkeypatch.setattr(walks, "uses_hopper", lambda p: hopper)
+    width = {"key_width": 128, "value_width": 128, "dtype": torch.bfloat16} if hopper else {}
+    case = make_case((70, 0, 1, 64, 65), **{**GEOMETRY, **width})
     bound, beside = launched(launch, case, phase)
-    sizes = workspace.Sizes(200, 200 // 64 + 5, *SIZES, 4)
+    sizes = workspace.Sizes(200, 200 // 64 + 5, 1, 3, case.q.shape[3], case.v.shape[3], case.q.itemsize)
     assert beside == sum(sizes.bytes_of(name) for name in bound.bound)
     given = torch.empty(bound.peak, dtype=torch.uint8)
     assert launched(launch, case, phase, given)[1] == 0

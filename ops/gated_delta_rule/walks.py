@@ -1,0 +1,94 @@
+"""Launches of both walks: one interface over the plain kernels of `scan.py` and the Hopper ones of `hopper_walks.py`.
+
+Every path takes its walks from here: forward, backward, the tapes op, the segments of context parallelism. So all of
+them walk with the same kernels, and tapes kept or replayed, packed or over ranks, have the same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+
+from ..varlen import CHUNK
+from .configs import block_width, select, walks_for_hopper
+from .scan import adjoint_kernel, forward_kernel
+
+if TYPE_CHECKING:
+    from .launch import Problem
+
+Tensor = torch.Tensor
+
+
+class Chunks(NamedTuple):
+    """What the walks read of every chunk: q, k, v, row table, score tiles and X."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    table: Tensor
+    scores: Tensor
+    x: Tensor
+
+
+class Documents(NamedTuple):
+    """How many there are, their boundaries and chunk offsets on the device: None for the rows of a batch."""
+
+    count: int
+    cu: Tensor | None
+    offsets: Tensor | None
+
+
+@functools.cache
+def _device_class(device: torch.device) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Compute capability, and Triton's minor release. The CPU, where kernels are interpreted, has none."""
+    release = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0), release
+
+
+def uses_hopper(p: Problem) -> bool:
+    table_floats = p.chunks * p.HV * 5 * CHUNK
+    return walks_for_hopper(p.dtype.itemsize, p.K, p.V, table_floats, *_device_class(p.device))
+
+
+def forward_walk(
+    p: Problem, chunks: Chunks, documents: Documents, h0: Tensor | None, o: Tensor, final: Tensor, h: Tensor,
+    delta: Tensor, *, store_final: bool, store_h: bool, output: bool,
+) -> None:  # fmt: skip
+    """Fills o (`output`), the final states (`store_final`), h and delta (`store_h`); the rest may be empty."""
+    if uses_hopper(p):
+        from . import hopper_walks
+
+        return hopper_walks.forward_walk(
+            p, chunks, documents, h0, o, final, h, delta, store_final=store_final, store_h=store_h, output=output
+        )
+    config = select(p.dtype.itemsize, p.K, p.V).scan
+    forward_kernel[(documents.count * p.HV * -(-p.V // config.BV),)](
+        *chunks, h0, documents.cu, documents.offsets, o, final, h, delta, p.T, p.chunks_per_row, **p.heads, V=p.V,
+        BK=block_width(p.K), BV=config.BV, VARLEN=documents.cu is not None, HAS_H0=h0 is not None,
+        STORE_HT=store_final, STORE_H=store_h, OUTPUT=output, DOT=p.dot, STAGES=config.num_stages,
+        num_warps=config.num_warps,
+    )  # fmt: skip
+
+
+def backward_walks(
+    p: Problem, chunks: Chunks, documents: Documents, do: Tensor, dht: Tensor | None, h0: Tensor | None, dh: Tensor,
+    dr: Tensor, dh0: Tensor, h: Tensor, delta: Tensor, *, store_dh0: bool, replay: bool,
+) -> None:  # fmt: skip
+    """Fills dh, dR and the gradient of the initial states (`store_dh0`), and with `replay` h and delta from `h0`."""
+    if uses_hopper(p):
+        from . import hopper_walks
+
+        return hopper_walks.backward_walks(
+            p, chunks, documents, do, dht, h0, dh, dr, dh0, h, delta, store_dh0=store_dh0, replay=replay
+        )
+    config = select(p.dtype.itemsize, p.K, p.V).scan
+    chains = documents.count * p.HV * -(-p.V // config.BV)
+    adjoint_kernel[(chains * (2 if replay else 1),)](
+        do, dht, *chunks, h0, documents.cu, documents.offsets, dh, dr, dh0, h, delta, chains, p.T, p.chunks_per_row,
+        **p.heads, V=p.V, BK=block_width(p.K), BV=config.BV, VARLEN=documents.cu is not None, HAS_H0=h0 is not None,
+        HAS_DHT=dht is not None, STORE_DH0=store_dh0, REPLAY=replay, DOT=p.dot, STAGES=config.num_stages,
+        num_warps=config.num_warps,
+    )  # fmt: skip

@@ -1,0 +1,101 @@
+"""Run with TRITON_INTERPRET=1: the Hopper walks in the emulator, inside the CUDA launchers, on CPU tensors.
+
+Prints, as JSON, relative RMS errors against the float64 recurrence of the plain walks and of the Hopper walks; with
+"segments" for the save mode, of one call and of a context of one rank that cuts its documents in P = 1 and 2.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from oracles import gluon_language
+from oracles.gdn import NAMES, make_case, oracle, relative_rms, run_front
+from oracles.gluon_emulator import Descriptor
+
+import ple_gdn
+from ple_gdn.ops.gated_delta_rule import hopper_walks, launch, walks
+from ple_gdn.ops.kcp import gated_delta_rule as ranks
+from ple_gdn.ops.kcp import launch as rank_launch
+
+
+class Emulated:
+    """Stands for a compiled kernel: `kernel[grid](...)` runs every program in the emulator."""
+
+    def __init__(self, kernel: object, seed: int) -> None:
+        self.kernel, self.seed = kernel, seed
+
+    def __getitem__(self, grid: tuple[int, ...]) -> object:
+        def call(*arguments: object, num_warps: int, maxnreg: int, **constants: object) -> None:
+            named = dict(zip(self.kernel.arg_names, arguments, strict=False))
+            gluon_language.run(self.kernel, grid[0], {**named, **constants}, self.seed)
+
+        return call
+
+
+def emulate(seed: int) -> None:
+    hopper_walks.TensorDescriptor = lambda t, shape, strides, block, layout: Descriptor(t.view(shape), block)
+    for name in ("hopper_forward_kernel", "hopper_adjoint_kernel"):
+        setattr(hopper_walks, name, Emulated(getattr(hopper_walks, name), seed))
+
+
+def run(case: object, hopper: bool, save_mode: str) -> dict[str, torch.Tensor]:
+    walks.uses_hopper = lambda p: hopper
+    boundaries = torch.tensor(case.boundaries)
+    shared = (*case[:6], boundaries, None, None)
+    scale = case.q.shape[-1] ** -0.5
+    o, final_state, *tapes = launch.launch_forward(*shared, scale, True, True, save_mode)
+    chunks = int(((boundaries.diff() + 63) // 64).sum())
+    tapes[4] = tapes[4][:chunks] if save_mode == "full" else tapes[4]
+    out = dict(zip(("o", "final_state"), (o, final_state), strict=True))
+    if save_mode == "full":
+        out |= {"h": tapes[4], "delta": tapes[5]}
+    gradients = launch.launch_backward(case.do, case.dfinal_state, *shared, *tapes, scale, True)
+    return out | dict(zip(NAMES[2:], gradients, strict=True))
+
+
+def measure(lengths: tuple[int, ...], save_mode: str, seed: int, trailing: int = 5) -> dict[str, list[float]]:
+    sizes = {"heads": 1, "value_heads": 2, "key_width": 128, "value_width": 128}
+    case = make_case(lengths, trailing=trailing, dtype=torch.float16, **sizes)
+    emulate(seed)
+    expected = oracle(case, 128**-0.5, True)
+    # What lies past the last document may be anything: the boxes of the last chunk reach into it.
+    for t in (*case[:5], case.do):
+        t[:, case.boundaries[-1] :] = float("nan")
+    plain, ours = run(case, False, save_mode), run(case, True, save_mode)
+    errors = {n: [relative_rms(r[n], expected[n]) for r in (plain, ours)] for n in NAMES}
+    return errors | {n: [0.0, relative_rms(ours[n], plain[n].double())] for n in plain if n not in NAMES}
+
+
+def over_one_rank(case: object, P: int) -> dict[str, torch.Tensor]:
+    bounds = list(case.boundaries)
+    ctx = ple_gdn.build_kcp_context(ple_gdn.kcp_partition(bounds, 1), None, 0, "cpu", p_rule=P)
+    ctx.prepare(case.q.shape[2], case.v.shape[2])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks, "_runs_of", lambda _: (rank_launch.DeviceForwardRun, rank_launch.DeviceBackwardRun))
+        return run_front(case, cp=ctx, packed=False)
+
+
+def measure_segments(lengths: tuple[int, ...], seed: int) -> dict[str, list[float]]:
+    """Relative RMS of one call and of P = 2; P = 1 has the bits of the call."""
+    sizes = {"heads": 1, "value_heads": 1, "key_width": 128, "value_width": 128}
+    case = make_case(lengths, dtype=torch.float16, **sizes)
+    emulate(seed)
+    single, expected = run(case, True, "light"), oracle(case, 128**-0.5, True)
+    whole, cut = over_one_rank(case, 1), over_one_rank(case, 2)
+    for name in NAMES:
+        assert torch.equal(whole[name], single[name]), name
+    return {n: [relative_rms(r[n], expected[n]) for r in (single, cut)] for n in NAMES}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    lengths = tuple(map(int, sys.argv[1].split(",")))
+    mode, seed = sys.argv[2], int(sys.argv[3])
+    print(json.dumps(measure_segments(lengths, seed) if mode == "segments" else measure(lengths, mode, seed)))

@@ -1,0 +1,228 @@
+"""The Hopper walks in the emulator: right, and every broken synchronisation is found; their registers for sm_90."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from oracles import gluon_language
+from oracles.gluon_emulator import Descriptor, Hazard
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language import NVMMASharedLayout
+
+from ple_gdn.ops.gated_delta_rule import adjoint_hopper, forward_hopper
+from ple_gdn.ops.gated_delta_rule.configs import walks_for_hopper
+
+WORKER = Path(__file__).with_name("gdn_hopper_worker.py")
+PACKAGE = "ple_gdn.ops.gated_delta_rule"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "save_mode"),
+    [
+        ("66,0,1", "full"),
+        ("70,0", "segments"),
+        pytest.param("193,0,1,64,128,63", "light", marks=pytest.mark.slow),
+        pytest.param("0,150", "segments", marks=pytest.mark.slow),
+    ],
+)
+def test_the_emulated_walks_are_as_exact_as_the_plain_ones(lengths: str, save_mode: str) -> None:
+    run = subprocess.run(
+        [sys.executable, str(WORKER), lengths, save_mode, "1"],
+        capture_output=True, text=True, timeout=300, env={**os.environ, "TRITON_INTERPRET": "1"},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-2000:]
+    for name, (plain, ours) in json.loads(run.stdout.splitlines()[-1]).items():
+        assert ours <= 1.02 * plain + 1e-5, name
+        assert ours <= 1e-3, name
+
+
+def test_the_walks_are_chosen_by_class_device_and_release() -> None:
+    hopper = {"itemsize": 2, "K": 128, "V": 128, "table_floats": 320, "capability": (9, 0), "triton": (3, 6)}
+    assert walks_for_hopper(**hopper)
+    others = {
+        "itemsize": (4,), "K": (64, 112), "V": (64, 256), "table_floats": (2**31,),
+        "capability": ((0, 0), (8, 0), (8, 9), (10, 0), (12, 0)), "triton": ((3, 5), (3, 7), (3, 9), (4, 6)),
+    }  # fmt: skip
+    for name, values in others.items():
+        for value in values:
+            assert not walks_for_hopper(**{**hopper, name: value}), (name, value)
+
+
+def batched(changes: tuple[str, ...]) -> list[tuple[str, str]]:
+    return list(zip(changes[::2], changes[1::2], strict=True))
+
+
+def rebuilt(module: object, folder: Path, *changes: str) -> object:
+    """The module with passages of its source replaced: old, new, old, new, each once."""
+    source = Path(module.__file__).read_text()
+    for old, new in batched(changes):
+        assert old in source, old
+        source = source.replace(old, new, 1)
+    path = folder / "mutant.py"
+    path.write_text(source.replace("from .device", f"from {PACKAGE}.device"))
+    spec = importlib.util.spec_from_file_location("mutant", path)
+    mutant = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(mutant)
+    return mutant
+
+
+def walk_once(module: object, seed: int, length: int = 321, stages: int = 2) -> None:
+    """One document of six chunks, one head."""
+    torch.manual_seed(0)
+    chunks = -(-length // 64)
+    draw = lambda *shape: (torch.randn(shape) / 8).half()  # noqa: E731
+    q, k, v, x, p = draw(length, 128), draw(length, 128), draw(length, 128), draw(length, 64), draw(chunks * 64, 64)
+    out, states, rows = torch.empty_like(v), draw(chunks * 128, 128), torch.rand(chunks, 320) - 1
+    maps = {
+        "q_desc": Descriptor(q, [64, 128]), "k_desc": Descriptor(k, [64, 128]), "p_desc": Descriptor(p, [64, 64]),
+        "x_desc": Descriptor(x, [64, 64]), "rows_desc": Descriptor(rows.view(-1), [64]),
+    }  # fmt: skip
+    shared = {
+        **maps,  "cu_ptr": None, "offsets_ptr": None, "T": length, "chunks_per_row": chunks,
+        "H": 1, "HV": 1, "VARLEN": False, "STAGES": 2, "OUTPUT_STAGES": stages,
+    }  # fmt: skip
+    value, state = Descriptor(v, [64, 64]), Descriptor(states, [128, 64])
+    if hasattr(module, "hopper_forward_kernel"):
+        o_desc, delta = Descriptor(out, [64, 64]), torch.empty_like(v)
+        own = {
+            "v_desc": value, "o_desc": o_desc, "h_desc": state, "delta_desc": Descriptor(delta, [64, 64]),
+            "h0_ptr": None, "ht_ptr": None, "o_ptr": out, "delta_ptr": delta,
+            "HAS_H0": False, "STORE_HT": False, "STORE_H": True, "OUTPUT": True,
+        }  # fmt: skip
+        kernel = module.hopper_forward_kernel
+    else:
+        own = {
+            "do_desc": value, "dr_desc": Descriptor(out, [64, 64]), "dh_desc": state, "dr_ptr": out,
+            "dht_ptr": None, "dh0_ptr": None, "HAS_DHT": False, "STORE_DH0": False,
+        }  # fmt: skip
+        kernel = module.hopper_adjoint_kernel
+    gluon_language.run(kernel, 2, {**shared, **own}, seed)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("module", [forward_hopper, adjoint_hopper], ids=["forward", "adjoint"])
+def test_the_walks_synchronise_in_every_order_of_copies(module: object, stages: int) -> None:
+    for seed in range(3):
+        walk_once(module, seed, stages=stages)
+
+
+FULL = "mbarrier.wait(state_full.index(slot), i // STAGES & 1)"
+EMPTY = "mbarrier.wait(state_empty.index(slot), (i // STAGES & 1) ^ 1)"
+BYTES = "2 * 64 * 64 * 2 + 4 * 64 * 4"
+OUTPUT_BYTES = "128 * 2 + 64 * 64 * 2 + 64 * 4"
+RELEASE = "mbarrier.arrive(state_empty.index(slot), count=1)"
+OUTPUT_RELEASE = "mbarrier.arrive(output_empty.index(out_slot), count=1)"
+LAST_WAIT = "O_low = warpgroup_mma_wait(0, deps=[O]).to(dtype)"
+FORWARD = {
+    "a full barrier's phase ignores the ring": (FULL, "mbarrier.wait(state_full.index(slot), i & 1)"),
+    "a full barrier a phase early": (FULL, "mbarrier.wait(state_full.index(slot), (i // STAGES & 1) ^ 1)"),
+    "an empty barrier's phase": (EMPTY, "mbarrier.wait(state_empty.index(slot), i // STAGES & 1)"),
+    "no wait for a copy": ("mbarrier.wait(output_full.index(out_slot), i // OUTPUT_STAGES & 1)", "pass"),
+    "no wait for a release": (EMPTY, "pass"),
+    "no release": (RELEASE, "pass"),
+    "released before the last product": (OUTPUT_RELEASE, "pass", LAST_WAIT, f"{OUTPUT_RELEASE}; {LAST_WAIT}"),
+    "released while a product reads": (RELEASE, "pass", "S = S * chunk", f"{RELEASE}; S = S * chunk"),
+    "too few bytes": (BYTES, BYTES.replace("+ 4", "+ 3")),
+    "too many bytes": (OUTPUT_BYTES, OUTPUT_BYTES.replace("+ 64 * 4", "+ 128 * 4")),
+    "a product not waited for": ("KS = warpgroup_mma_wait(1, deps=[KS])", "KS = warpgroup_mma_wait(2, deps=[KS])"),
+    "staging overwritten": ("start_staging()", "pass"),
+    "it ends with a store in flight": ("tma.store_wait(0)", "pass"),
+    "two arrivals": (
+        "mbarrier.init(output_full.index(slot), count=1)",
+        "mbarrier.init(output_full.index(slot), count=2)",
+    ),
+    "a type": (LAST_WAIT, LAST_WAIT.removesuffix(".to(dtype)")),
+    "a shape": ("S = warpgroup_mma(left, k, S", "S = warpgroup_mma(left, k.permute((1, 0)), S"),
+}
+DR_WAIT = "dS, dR = warpgroup_mma_wait(0, deps=[dS, dR])"
+ADJOINT = {
+    "k released before its last product": (RELEASE, "pass", DR_WAIT, f"{RELEASE}; {DR_WAIT}"),
+    "dO released while q is read": (OUTPUT_RELEASE, "pass", "beta = rows", f"{OUTPUT_RELEASE}; beta = rows"),
+    "no wait for dO": ("mbarrier.wait(output_full.index(out_slot), j // OUTPUT_STAGES & 1)", "pass"),
+    "the other ring released": (OUTPUT_RELEASE, RELEASE),
+    "dR read too early": (DR_WAIT, DR_WAIT.replace("0", "1")),
+}
+BROKEN = [*((forward_hopper, n) for n in FORWARD), *((adjoint_hopper, n) for n in ADJOINT)]
+
+
+@pytest.mark.parametrize(("module", "name"), BROKEN, ids=[name for _, name in BROKEN])
+def test_the_emulator_finds_a_broken_walk(module: object, name: str, tmp_path: Path) -> None:
+    mutant = rebuilt(module, tmp_path, *({**FORWARD, **ADJOINT}[name]))
+    found = []
+    for seed in range(3):
+        try:
+            walk_once(mutant, seed, length=321 - seed % 2)
+        except Hazard as hazard:
+            found.append(str(hazard))
+    assert found
+
+
+def compiled(kernel: object, constants: dict, maxnreg: int, tmp_path: Path) -> tuple[int, str]:
+    """(shared memory, ptxas report) for sm_90."""
+    import triton
+
+    def kind(name: str) -> str:
+        if name in constants:
+            return "constexpr"
+        if name == "rows_desc":
+            return f"tensordesc<fp32[64],{NVMMASharedLayout(0, 32, rank=1)!r}>"
+        if name.endswith("_desc"):
+            block = {"q": [64, 128], "k": [64, 128], "h": [128, 64], "dh": [128, 64]}.get(name[:-5], [64, 64])
+            return f"tensordesc<bf16{block},{NVMMASharedLayout(128, 16, rank=2)!r}>"
+        wide = name in ("h0_ptr", "ht_ptr", "dht_ptr", "dh0_ptr")
+        kinds = {"cu_ptr": "*i32", "offsets_ptr": "*i32", "T": "i32", "chunks_per_row": "i32"}
+        return kinds.get(name, "*fp32" if wide else "*bf16")
+
+    names = kernel.arg_names
+    signature = {name: kind(name) for name in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n].startswith("*")}
+    source = GluonASTSource(kernel, signature, {(names.index(n),): v for n, v in constants.items()}, aligned)
+    binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "maxnreg": maxnreg})
+    ptx = tmp_path / "kernel.ptx"
+    ptx.write_text(binary.asm["ptx"])
+    # The wheel holds an older and a newer assembler; which one takes this PTX depends on the release.
+    tools = sorted((Path(triton.__file__).parent / "backends" / "nvidia" / "bin").glob("ptxas*"))
+    command = ["-v", "-arch=sm_90a", str(ptx), "-o", str(tmp_path / "kernel.cubin")]
+    runs = [subprocess.run([str(tool), *command], capture_output=True, text=True) for tool in tools]
+    report = next(run.stderr for run in runs if run.returncode == 0)
+    return binary.metadata.shared, report
+
+
+FORMS = {
+    "forward": (forward_hopper, {"HAS_H0": True, "STORE_HT": True, "STORE_H": False, "OUTPUT": True}),
+    "full": (forward_hopper, {"HAS_H0": True, "STORE_HT": True, "STORE_H": True, "OUTPUT": True}),
+    "replay": (forward_hopper, {"HAS_H0": True, "STORE_HT": False, "STORE_H": True, "OUTPUT": False}),
+    "summary": (forward_hopper, {"HAS_H0": True, "STORE_HT": True, "STORE_H": False, "OUTPUT": False}),
+    "adjoint": (adjoint_hopper, {"HAS_DHT": True, "STORE_DH0": True}),
+}
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["alone", "two on a multiprocessor"])
+@pytest.mark.parametrize(
+    "form", ["forward", *(pytest.param(n, marks=pytest.mark.slow) for n in ("full", "replay", "summary", "adjoint"))]
+)
+def test_the_walks_fit_a_multiprocessor_and_run_their_products_in_parallel(
+    form: str, shared: bool, tmp_path: Path
+) -> None:
+    module, flags = FORMS[form]
+    kernel = module.hopper_forward_kernel if module is forward_hopper else module.hopper_adjoint_kernel
+    heads = {"H": 16, "HV": 48, "VARLEN": True, "STAGES": 2, "OUTPUT_STAGES": 1 if shared else 2}
+    absent = [] if flags.get("STORE_H", True) else ["h_desc", "delta_desc", "delta_ptr"]
+    absent += [] if flags.get("OUTPUT", True) else ["q_desc", "p_desc", "o_desc", "o_ptr"]
+    constants = {**heads, **flags, **dict.fromkeys(absent)}
+    size, report = compiled(kernel, constants, 128 if shared else 152, tmp_path)
+    assert size <= (115712 if shared and form != "full" else 232448)
+    assert not re.search(r"C75\d\d|serialized", report), report
+    assert int(re.search(r"(\d+) bytes spill stores", report)[1]) <= 96
