@@ -17,9 +17,9 @@ from .kernels_backward import ple_conv_backward_kernel, ple_score_backward_kerne
 from .kernels_tokens import ple_token_gradients_kernel, ple_weight_gradient_kernel
 from .launch import OPTIONS, Problem
 
-SCORE_ROWS = 64
-# Partial rows and channels per block of the final sum.
-PARTIAL_BLOCK = (16, 64)
+SCORE_ROWS = 32
+# Channels per block of the final sum of partials.
+PARTIAL_CHANNELS = 32
 
 
 def launch_backward(
@@ -123,12 +123,14 @@ def _token_gradients(p: Problem, sums: Tensor, grads: tuple[Tensor, ...], score_
     x = p.sources
     dhidden, dkey, dvalue = grads
     ple_token_gradients_kernel[(2 * max(value_programs, score_programs),)](
-        x["dout"], x["dout_walk"], x["hidden"], x["key"], x["value_walk"], p.a, p.gated, sums, sums[3], p.first,
-        p.fold, dhidden, dkey, dvalue, dscores, p.rows, p.tokens, value_span, score_span, value_programs,
+        x["dout"], x["dout_walk"], x["hidden_walk"], x["key_walk"], x["value_walk"], p.a, p.gated, sums, sums[3],
+        p.first, p.fold, dhidden, dkey, dvalue, dscores, p.rows, p.tokens, value_span, score_span, value_programs,
         score_programs,
-        **p.strides(dout="dout", dout_walk="dout_walk", hidden="hidden", key="key", value="value_walk"), **p.facts,
-        D=p.dilation, RESIDUAL=residual, VALUE=p.value_kind, DOUT=p.dout_kind, VALUE_BC=value_block,
-        SCORE_BT=score.rows, SCORE_BC=score_block, num_warps=1,
+        **p.strides(
+            dout="dout", dout_walk="dout_walk", hidden="hidden_walk", key="key_walk", value="value_walk"
+        ),
+        **p.facts, D=p.dilation, RESIDUAL=residual, HIDDEN=p.hidden_kind, KEY=p.key_kind, VALUE=p.value_kind,
+        DOUT=p.dout_kind, VALUE_BC=value_block, SCORE_BT=score.rows, SCORE_BC=score_block, num_warps=1,
         maxnreg=_config(p).token_registers[p.first is not None or residual], **OPTIONS,
     )  # fmt: skip
     return dscores
@@ -137,8 +139,9 @@ def _token_gradients(p: Problem, sums: Tensor, grads: tuple[Tensor, ...], score_
 def _weight_gradients(
     p: Problem, dtaps: Tensor, dscores: Tensor, weights: list[Tensor], grads: tuple[Tensor, ...]
 ) -> None:
-    rows, block = PARTIAL_BLOCK
-    ple_weight_gradient_kernel[(-(-p.width // block),)](
-        dtaps, dscores, *weights, *grads, dtaps.shape[0], dscores.shape[0], W=p.width, K=p.kernel, BP=rows, BW=block,
-        num_warps=4, **OPTIONS,
+    # Registers hold a tile of each tap twice.
+    rows = 64 if p.kernel <= 4 else 32
+    ple_weight_gradient_kernel[(-(-p.width // PARTIAL_CHANNELS),)](
+        dtaps, dscores, *weights, *grads, dtaps.shape[0], dscores.shape[0], W=p.width, K=p.kernel, BP=rows,
+        BW=PARTIAL_CHANNELS, num_warps=4, **OPTIONS,
     )  # fmt: skip

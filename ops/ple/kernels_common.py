@@ -64,6 +64,13 @@ def _unpack(raw, BC: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
+def _unpack_tile(raw, BT: tl.constexpr, BC: tl.constexpr, KIND: tl.constexpr):
+    """What a [BT, BC] tile was loaded as, as fp32."""
+    per: tl.constexpr = 1 if KIND == PLAIN else 2
+    return tl.reshape(_unpack(tl.reshape(raw, [BT * BC // per]), BT * BC, KIND), [BT, BC])
+
+
+@triton.jit
 def _sigmoid(y):
     """1 / (1 + exp(-y)) as rsqrt(1 + e)^2: two special-function instructions, no division, 0 and 1 at the ends."""
     root = tl.rsqrt(1.0 + tl.exp2(y * MINUS_LOG2_E))

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from .kernels_backward import _silu_gradient
 from .kernels_common import (
+    PLAIN,
     _channels,
     _first_row,
     _load_channels,
@@ -14,6 +15,7 @@ from .kernels_common import (
     _same_document,
     _taps,
     _unpack,
+    _unpack_tile,
     _zeros,
 )
 
@@ -135,17 +137,25 @@ def _value_walk(
 
 
 @triton.jit
+def _load_tile(x, offsets, stream, tile, m_row, C: tl.constexpr, BC: tl.constexpr, KIND: tl.constexpr):
+    """Channels `tile` of `stream` of several rows, raw, as `_load_channels` does of one."""
+    per: tl.constexpr = 1 if KIND == PLAIN else 2
+    c = tile * (BC // per) + tl.arange(0, BC // per)
+    at = offsets[:, None] + (stream * (C // per) + c)[None, :]
+    return tl.load(x + at, mask=m_row[:, None] & (c < C // per)[None, :], other=0)
+
+
+@triton.jit
 def _load_score_rows(
-    hidden, key, scores, first, row, stop, plane, tokens, hidden_batch, hidden_row, key_batch, key_row, stream, at_c,
-    m_c, N: tl.constexpr, HAS_FIRST: tl.constexpr, FLAT: tl.constexpr,
+    hidden, key, scores, first, row, stop, plane, tokens, hidden_batch, hidden_row, key_batch, key_row, stream, tile,
+    C: tl.constexpr, N: tl.constexpr, BC: tl.constexpr, HAS_FIRST: tl.constexpr, FLAT: tl.constexpr,
+    HIDDEN: tl.constexpr, KEY: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of hidden and key, and alpha, -beta_q, -beta_k of the rows."""
+    """Raw tiles of hidden and key, and alpha, -beta_q, -beta_k of the rows."""
     m_row = row < stop
-    m = (_first_row(first, row, m_row, tokens, HAS_FIRST) <= row)[:, None] & m_c[None, :]
-    o_hidden = _row_offset(row, tokens, hidden_batch, hidden_row, FLAT)[:, None] + at_c[None, :]
-    o_key = _row_offset(row, tokens, key_batch, key_row, FLAT)[:, None] + at_c[None, :]
-    q = tl.load(hidden + o_hidden, mask=m, other=0.0)
-    k = tl.load(key + o_key, mask=m, other=0.0)
+    live = _first_row(first, row, m_row, tokens, HAS_FIRST) <= row
+    q = _load_tile(hidden, _row_offset(row, tokens, hidden_batch, hidden_row, FLAT), stream, tile, live, C, BC, HIDDEN)
+    k = _load_tile(key, _row_offset(row, tokens, key_batch, key_row, FLAT), stream, tile, live, C, BC, KEY)
     at_row = row.to(tl.int64) * N + stream
     alpha = tl.load(scores + at_row, mask=m_row, other=0.0)
     minus_beta_q = tl.load(scores + plane + at_row, mask=m_row, other=0.0)
@@ -157,7 +167,8 @@ def _load_score_rows(
 def _score_span(
     pid, dout, hidden, key, scores, first, fold, dhidden, dkey, dscores, rows, tokens, span, dout_batch, dout_row,
     hidden_batch, hidden_row, key_batch, key_row, C: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    HAS_FIRST: tl.constexpr, FLAT: tl.constexpr, RESIDUAL: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+    HAS_FIRST: tl.constexpr, FLAT: tl.constexpr, RESIDUAL: tl.constexpr, HIDDEN: tl.constexpr, KEY: tl.constexpr,
+    BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """dhidden, dkey elementwise; dscores [spans, N*C] = sum_t alpha q k, which both norm weights share."""
     tiles: tl.constexpr = (C + BC - 1) // BC
@@ -174,7 +185,7 @@ def _score_span(
     row = i_s * span + tl.arange(0, BT)
     ahead = _load_score_rows(
         hidden, key, scores, first, row, stop, plane, tokens, hidden_batch, hidden_row, key_batch, key_row, stream,
-        at_c, m_c, N, HAS_FIRST, FLAT,
+        tile, C, N, BC, HAS_FIRST, FLAT, HIDDEN, KEY,
     )  # fmt: skip
     for base in range(i_s * span, stop, BT):
         row = base + tl.arange(0, BT)
@@ -182,17 +193,17 @@ def _score_span(
         q, k, alpha, minus_beta_q, minus_beta_k = ahead
         ahead = _load_score_rows(
             hidden, key, scores, first, row + BT, stop, plane, tokens, hidden_batch, hidden_row, key_batch, key_row,
-            stream, at_c, m_c, N, HAS_FIRST, FLAT,
+            stream, tile, C, N, BC, HAS_FIRST, FLAT, HIDDEN, KEY,
         )  # fmt: skip
-        q = q.to(tl.float32)
-        k = k.to(tl.float32)
+        q = _unpack_tile(q, BT, BC, HIDDEN)
+        k = _unpack_tile(k, BT, BC, KEY)
         alpha = alpha[:, None]
         minus_beta_q = minus_beta_q[:, None]
         minus_beta_k = minus_beta_k[:, None]
         scale = alpha * weight
-        dq = tl.fma(minus_beta_q, q, scale * k).to(dhidden.dtype.element_ty)
-        dk = tl.fma(minus_beta_k, k, scale * q).to(dkey.dtype.element_ty)
         total = tl.fma(alpha * q, k, total)
+        dk = tl.fma(minus_beta_k, k, scale * q).to(dkey.dtype.element_ty)
+        dq = tl.fma(minus_beta_q, q, scale * k).to(dhidden.dtype.element_ty)
         stored = m_row[:, None] & m_c[None, :]
         if RESIDUAL:
             # Rounded twice, as eager sums the two gradients of `hidden`.
@@ -208,12 +219,11 @@ def _score_span(
 @triton.jit(do_not_specialize=["rows", "tokens", "value_span", "score_span", "value_programs", "score_programs"])
 def ple_token_gradients_kernel(
     dout, dout_walk, hidden, key, value, a, gated, scores, norm, first, fold, dhidden, dkey, dvalue, dscores, rows,
-    tokens,
-    value_span, score_span, value_programs, score_programs, dout_batch, dout_row, dout_walk_batch, dout_walk_row,
-    hidden_batch, hidden_row, key_batch, key_row, value_batch, value_row, C: tl.constexpr, N: tl.constexpr,
-    K: tl.constexpr, D: tl.constexpr,
-    HAS_FIRST: tl.constexpr, FLAT: tl.constexpr, RESIDUAL: tl.constexpr, VALUE: tl.constexpr,
-    DOUT: tl.constexpr, VALUE_BC: tl.constexpr, SCORE_BT: tl.constexpr, SCORE_BC: tl.constexpr,
+    tokens, value_span, score_span, value_programs, score_programs, dout_batch, dout_row, dout_walk_batch,
+    dout_walk_row, hidden_batch, hidden_row, key_batch, key_row, value_batch, value_row, C: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
+    HAS_FIRST: tl.constexpr, FLAT: tl.constexpr, RESIDUAL: tl.constexpr, HIDDEN: tl.constexpr, KEY: tl.constexpr,
+    VALUE: tl.constexpr, DOUT: tl.constexpr, VALUE_BC: tl.constexpr, SCORE_BT: tl.constexpr, SCORE_BC: tl.constexpr,
 ):  # fmt: skip
     """Even programs walk dvalue, bound by arithmetic; odd ones stream dhidden and dkey, bound by memory."""
     pid = tl.program_id(0)
@@ -228,19 +238,15 @@ def ple_token_gradients_kernel(
         _score_span(
             pid // 2, dout, hidden, key, scores, first, fold, dhidden, dkey, dscores, rows, tokens, score_span,
             dout_batch, dout_row, hidden_batch, hidden_row, key_batch, key_row, C, N, K, HAS_FIRST, FLAT, RESIDUAL,
-            SCORE_BT, SCORE_BC,
+            HIDDEN, KEY, SCORE_BT, SCORE_BC,
         )  # fmt: skip
 
 
 @triton.jit
-def _sum_partials(partial, count, stride, w, m_w, BP: tl.constexpr, BW: tl.constexpr):
-    """Sum of `count` rows of partial sums, in a fixed order."""
-    total = tl.zeros([BP, BW], tl.float32)
-    for base in range(0, count, BP):
-        p = base + tl.arange(0, BP)
-        at = p.to(tl.int64)[:, None] * stride + w[None, :]
-        total += tl.load(partial + at, mask=(p < count)[:, None] & m_w[None, :], other=0.0)
-    return tl.sum(total, 0)
+def _add_partials(total, partial, p, count, stride, w, m_w):
+    """`total` [BP, BW] plus the rows `p` of partial sums, 0 past `count`."""
+    at = p.to(tl.int64)[:, None] * stride + w[None, :]
+    return total + tl.load(partial + at, mask=(p < count)[:, None] & m_w[None, :], other=0.0)
 
 
 @triton.jit(do_not_specialize=["walks", "spans"])
@@ -248,18 +254,30 @@ def ple_weight_gradient_kernel(
     dtaps, dscores, key_w, query_w, conv_w, taps, dkey_w, dquery_w, dconv_w, dconv, walks, spans, W: tl.constexpr,
     K: tl.constexpr, BP: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
-    """dw_j = (1 + w_c) D_j, dw_c = sum_j w_j D_j, dw_k = (1 + w_q) E, dw_q = (1 + w_k) E from the partials of D, E."""
+    """dw_j = (1 + w_c) D_j, dw_c = sum_j w_j D_j, dw_k = (1 + w_q) E, dw_q = (1 + w_k) E from the partials of D, E.
+
+    One loop for all K + 1 sums: as many loads are under way at once as registers hold, for the latency of DRAM.
+    """
     w = tl.program_id(0) * BW + tl.arange(0, BW)
     m_w = w < W
+    totals = ()
+    for _ in tl.static_range(K + 1):
+        totals = totals + (tl.zeros([BP, BW], tl.float32),)
+    for base in range(0, tl.maximum(walks, spans), BP):
+        p = base + tl.arange(0, BP)
+        added = ()
+        for j in tl.static_range(K):
+            added = added + (_add_partials(totals[j], dtaps + j * W, p, walks, K * W, w, m_w),)
+        totals = added + (_add_partials(totals[K], dscores, p, spans, W, w, m_w),)
     scale = 1.0 + tl.load(conv_w + w, mask=m_w, other=0.0).to(tl.float32)
     norm = tl.zeros([BW], tl.float32)
     for j in tl.static_range(K):
-        total = _sum_partials(dtaps + j * W, walks, K * W, w, m_w, BP, BW)
+        total = tl.sum(totals[j], 0)
         tap = tl.load(taps + w * K + j, mask=m_w, other=0.0).to(tl.float32)
         norm = tl.fma(tap, total, norm)
         tl.store(dconv + w * K + j, (scale * total).to(dconv.dtype.element_ty), mask=m_w)
     tl.store(dconv_w + w, norm.to(dconv_w.dtype.element_ty), mask=m_w)
-    total = _sum_partials(dscores, spans, W, w, m_w, BP, BW)
+    total = tl.sum(totals[K], 0)
     key = 1.0 + tl.load(key_w + w, mask=m_w, other=0.0).to(tl.float32)
     query = 1.0 + tl.load(query_w + w, mask=m_w, other=0.0).to(tl.float32)
     tl.store(dkey_w + w, (query * total).to(dkey_w.dtype.element_ty), mask=m_w)

@@ -64,6 +64,8 @@ class Problem:
         if dout is not None:
             self.sources["dout"] = unit_stride(dout)
             self.sources["dout_walk"], self.dout_kind = self._walked(self.sources["dout"])
+            self.sources["hidden_walk"], self.hidden_kind = self._walked(self.sources["hidden"])
+            self.sources["key_walk"], self.key_kind = self._walked(self.sources["key"])
         self.mask = None if conv_mask is None else conv_mask.contiguous()
         self.cu_seqlens = None if cu_seqlens is None else self._on_device(cu_seqlens)
         self.flat = self.batch == 1 or all(x.stride(0) == self.tokens * x.stride(1) for x in self.sources.values())

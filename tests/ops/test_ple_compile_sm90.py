@@ -18,8 +18,9 @@ BF16 = configs.CONFIGS[2]
 WIDTH = {"C": 2560, "N": 4, "K": 4, "D": 3, "W": 10240, "HAS_FIRST": False, "FLAT": True, "HAS_MASK": False,
 "HAS_DOCUMENTS": False,
              "HAS_STATS": True, "RESIDUAL": False, "VALUE": kernels_common.BF16_PAIRS.value,
-             "DOUT": kernels_common.BF16_PAIRS.value,
-             "FOLD_BLOCKS": 10, "BLOCK": 1024, "NP": 4, "TILES": 10, "BP": 16, "BW": 64}  # fmt: skip
+             "DOUT": kernels_common.BF16_PAIRS.value, "HIDDEN": kernels_common.BF16_PAIRS.value,
+             "KEY": kernels_common.BF16_PAIRS.value,
+             "FOLD_BLOCKS": 10, "BLOCK": 1024, "NP": 4, "TILES": 10, "BP": 64, "BW": 32}  # fmt: skip
 PACKED = {"HAS_FIRST": True, "HAS_MASK": True, "HAS_DOCUMENTS": True}
 KERNELS = {
     "prepare": (kernels_common.ple_prepare_kernel, {}, 4, None),
@@ -29,7 +30,7 @@ KERNELS = {
                BF16.output.warps, None),
     "conv": (kernels_backward.ple_conv_backward_kernel, {"BC": BF16.conv.block, "UNROLL": BF16.conv.unroll},
              BF16.conv.warps, None),
-    "scores": (kernels_backward.ple_score_backward_kernel, {"BT": 64}, 4, None),
+    "scores": (kernels_backward.ple_score_backward_kernel, {"BT": 32}, 4, None),
     "tokens": (kernels_tokens.ple_token_gradients_kernel,
                {"VALUE_BC": BF16.value.block, "SCORE_BT": BF16.score.rows, "SCORE_BC": BF16.score.block}, 1,
                BF16.token_registers),
@@ -37,7 +38,7 @@ KERNELS = {
 }  # fmt: skip
 BF16_POINTERS = ("hidden", "key", "out", "dout", "dvalue", "dhidden", "dkey", "key_w", "query_w", "conv_w")
 PAIR_POINTERS = {"ple_output_kernel": ("value",), "ple_conv_backward_kernel": ("dout", "value"),
-                 "ple_token_gradients_kernel": ("dout_walk", "value")}  # fmt: skip
+                 "ple_token_gradients_kernel": ("dout_walk", "value", "hidden", "key")}  # fmt: skip
 
 
 def _type(kernel: str, name: str, element: str = "*bf16") -> str:
