@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # What has to run on an H200, in calls below ten minutes each: benchmarks/h200.sh PART OUT
-#   one   CUDA tests of PLE, gated residual, tapes, convolution and compute-sanitizer side by side with the fuzzers; then timings, alone (1 GPU, 8.5 min)
+#   one   CUDA tests of PLE, gated residual, tapes and convolution side by side with the fuzzers; then timings, alone (1 GPU, 8.5 min)
 #   gdn   the gated delta rule and its patches in benchmarks/next: checks, then timings (1 GPU, 8 min)
 #   next  the patches for PLE and for segments, then the decoder layer (1 GPU, 9 min)
+#   san   compute-sanitizer over small calls of each op (1 GPU, 3 min): nothing else beside it, a dozen compilers run at once
 #   two   context parallelism over NCCL: tests, then timings (2 GPUs, 6 min)
 # Each job has a limit of its own; the table comes last. Logs and results end in OUT/h200-PART.tgz. Exit status 1 if a job failed.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-part=${1:?one, gdn, next or two} out=${2:?folder for logs and results}
+part=${1:?one, gdn, next, san or two} out=${2:?folder for logs and results}
 mkdir -p "$out/logs" "$out/results"
 touch "$out/began"
 export NCCL_NVLS_ENABLE=0 PYTHONUNBUFFERED=1
@@ -42,7 +43,7 @@ python3 -m pip install -q --no-build-isolation --no-deps -e . || exit 2
 python=python3
 case $part in
 one)
-    for op in ple ple_bars gated_residual tape_reuse causal_conv1d sanitizer; do
+    for op in ple ple_bars gated_residual tape_reuse causal_conv1d; do
         job 180 "test_$op" $python -P -m pytest -p no:cacheprovider -q "tests/cuda/test_${op}_cuda.py"
     done
     for op in gdn ple gated_residual; do
@@ -62,6 +63,9 @@ next)
     job 240 validate_ple $python benchmarks/next/validate_ple.py --out "$out/results" && settle
     job 150 validate_segments $python benchmarks/next/validate_segments.py --out "$out/results" && settle
     job 150 bench_layer $python benchmarks/bench_decoder_layer.py --tokens 4096 --limit 100 --out "$out/results/decoder_layer_h200.json" && settle
+    ;;
+san)
+    job 300 test_sanitizer $python -P -m pytest -p no:cacheprovider -q tests/cuda/test_sanitizer_cuda.py && settle
     ;;
 two)
     job 240 test_kcp $python -P -m pytest -p no:cacheprovider -q tests/cuda/test_kcp_cuda.py && settle

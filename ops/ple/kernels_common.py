@@ -126,6 +126,12 @@ def _same_document(ring, start, row, K: tl.constexpr, D: tl.constexpr, HAS_FIRST
 
 
 @triton.jit
+def _fold_tap(norm_w, tap):
+    """The factor of a row in a walker's sum."""
+    return (1.0 + norm_w) * tap
+
+
+@triton.jit
 def _taps(fold, stream, c, m_c, C: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
     """The K folded taps (1 + w_c) w_j of a channel tile."""
     taps = ()
@@ -147,10 +153,10 @@ def _fold_weights(key_w, query_w, conv_w, taps, fold, i_w, W: tl.constexpr, K: t
     """fold [K+1, W]: (1 + w_c) w_j for each tap, then (1 + w_q)(1 + w_k)."""
     w = i_w * BLOCK + tl.arange(0, BLOCK)
     m_w = w < W
-    scale = 1.0 + tl.load(conv_w + w, mask=m_w, other=0.0).to(tl.float32)
+    norm_w = tl.load(conv_w + w, mask=m_w, other=0.0).to(tl.float32)
     for j in tl.static_range(K):
         tap = tl.load(taps + w * K + j, mask=m_w, other=0.0).to(tl.float32)
-        tl.store(fold + j * W + w, scale * tap, mask=m_w)
+        tl.store(fold + j * W + w, _fold_tap(norm_w, tap), mask=m_w)
     key = 1.0 + tl.load(key_w + w, mask=m_w, other=0.0).to(tl.float32)
     query = 1.0 + tl.load(query_w + w, mask=m_w, other=0.0).to(tl.float32)
     tl.store(fold + K * W + w, query * key, mask=m_w)
