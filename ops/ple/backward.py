@@ -80,7 +80,7 @@ def plan_spans(
     conv_spans = max(1, min(config.conv.spans, (left - score_spans) // (dilation * kernel)))
     return (
         rows_per_span(rows, conv_spans, dilation * config.conv.unroll),
-        rows_per_span(rows, score_spans, config.score.rows),
+        -(-rows // (score_spans * config.score.rows)) * config.score.rows,
     )
 
 

@@ -6,12 +6,14 @@ import triton
 import triton.language as tl
 
 from .kernels_common import (
+    MINUS_LN_2,
+    MINUS_LOG2_E,
     _dot_eighths,
     _first_row,
     _load_channels,
     _row_offset,
     _same_document,
-    _sigmoid,
+    _scaled_sigmoid,
     _taps,
     _unpack,
     _zeros,
@@ -20,10 +22,10 @@ from .kernels_forward import SCORE_FLOOR, _load_walk_row, _warm_up
 
 
 @triton.jit
-def _silu_gradient(y):
-    """silu'(y) = s (1 + y (1 - s)); finite for any finite y."""
-    s = _sigmoid(y)
-    return s * tl.fma(y, 1.0 - s, 1.0)
+def _silu_gradient(z):
+    """silu'(y) / -log2(e) of z = -log2(e) y, silu' = s (1 + y (1 - s)); finite for any finite y."""
+    s = _scaled_sigmoid(z)
+    return s * tl.fma(z, MINUS_LN_2 - s, 1.0)
 
 
 @triton.jit
@@ -40,10 +42,11 @@ def _conv_row(loaded, taps, ring, pending, grads, row, K: tl.constexpr, D: tl.co
     g = _unpack(g, BC, DOUT)
     ring = ring + (scale * v,)
     near = _same_document(ring, start, row, K, D, HAS_FIRST)
-    y = taps[K - 1] * near[K - 1]
+    z = taps[K - 1] * near[K - 1]
     for j in tl.static_range(1, K):
-        y = tl.fma(taps[K - 1 - j], near[K - 1 - j], y)
-    dy = g * _silu_gradient(y)
+        z = tl.fma(taps[K - 1 - j], near[K - 1 - j], z)
+    # dy / -log2(e): the factor of the taps makes it good.
+    dy = g * _silu_gradient(z)
     after = ()
     for j in tl.static_range(K - 1):
         felt = tl.where(start <= row - (K - 1 - j) * D, dy, 0.0) if HAS_FIRST else dy
@@ -158,7 +161,7 @@ def ple_conv_backward_kernel(
         tl.store(sums + plane + done.to(tl.int64) * N, s2, mask=(done >= begin) & (done < stop))
     for j in tl.static_range(K):
         at = (walk.to(tl.int64) * K + j) * (N * C) + stream * C + c
-        tl.store(dtaps + at, grads[j], mask=m_c)
+        tl.store(dtaps + at, grads[j] * MINUS_LOG2_E, mask=m_c)
 
 
 @triton.jit(do_not_specialize=["rows", "tokens"])

@@ -17,7 +17,11 @@ NO_DOCUMENT = tl.constexpr(2**31 - 1)
 PLAIN = tl.constexpr(0)
 BF16_PAIRS = tl.constexpr(1)
 FP16_PAIRS = tl.constexpr(2)
+# The folded taps carry this factor, so a walker's sums are z = -log2(e) y and exp2 takes them as they are.
 MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
+MINUS_LN_2 = tl.constexpr(-0.6931471805599453)
+# The interpreter runs no inline PTX.
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 @triton.jit
@@ -78,6 +82,15 @@ def _sigmoid(y):
 
 
 @triton.jit
+def _scaled_sigmoid(z):
+    """sigmoid(y) / -log2(e) of z = -log2(e) y: exp2, fma, reciprocal. 0 where exp2 overflows."""
+    x = tl.fma(tl.exp2(z), MINUS_LOG2_E, MINUS_LOG2_E)
+    if INTERPRETED:
+        return 1.0 / x
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def _halves(x, BLOCK: tl.constexpr):
     """Even and odd elements: neighbours sit in one thread, so nothing moves."""
     return tl.split(tl.reshape(x, [BLOCK // 2, 2]))
@@ -127,13 +140,13 @@ def _same_document(ring, start, row, K: tl.constexpr, D: tl.constexpr, HAS_FIRST
 
 @triton.jit
 def _fold_tap(norm_w, tap):
-    """The factor of a row in a walker's sum."""
-    return (1.0 + norm_w) * tap
+    """The factor of a row in a walker's sum of z = -log2(e) y."""
+    return (1.0 + norm_w) * tap * MINUS_LOG2_E
 
 
 @triton.jit
 def _taps(fold, stream, c, m_c, C: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
-    """The K folded taps (1 + w_c) w_j of a channel tile."""
+    """The K folded taps -log2(e) (1 + w_c) w_j of a channel tile."""
     taps = ()
     for j in tl.static_range(K):
         taps = taps + (tl.load(fold + j * (N * C) + stream * C + c, mask=m_c, other=0.0),)
@@ -150,7 +163,7 @@ def _first_row(first, row, m_row, tokens, HAS_FIRST: tl.constexpr):
 
 @triton.jit
 def _fold_weights(key_w, query_w, conv_w, taps, fold, i_w, W: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):
-    """fold [K+1, W]: (1 + w_c) w_j for each tap, then (1 + w_q)(1 + w_k)."""
+    """fold [K+1, W]: -log2(e) (1 + w_c) w_j for each tap, then (1 + w_q)(1 + w_k)."""
     w = i_w * BLOCK + tl.arange(0, BLOCK)
     m_w = w < W
     norm_w = tl.load(conv_w + w, mask=m_w, other=0.0).to(tl.float32)

@@ -12,6 +12,7 @@ from .kernels_common import (
     _load_channels,
     _row_offset,
     _same_document,
+    _scaled_sigmoid,
     _sigmoid,
     _taps,
     _unpack,
@@ -188,10 +189,10 @@ def ple_output_kernel(
             v = _unpack(loaded[i][0], BC, VALUE)
             ring = ring + (loaded[i][1] * v,)
             near = _same_document(ring, loaded[i][2], row, K, D, HAS_FIRST)
-            y = taps[K - 1] * near[K - 1]
+            z = taps[K - 1] * near[K - 1]
             for j in tl.static_range(1, K):
-                y = tl.fma(taps[K - 1 - j], near[K - 1 - j], y)
-            result = tl.fma(y, _sigmoid(y), loaded[i][3] * v).to(out.dtype.element_ty)
+                z = tl.fma(taps[K - 1 - j], near[K - 1 - j], z)
+            result = tl.fma(z, _scaled_sigmoid(z), loaded[i][3] * v).to(out.dtype.element_ty)
             if RESIDUAL:
                 # Rounded twice, as eager adds a rounded block to `hidden`.
                 result = (loaded[i][4].to(tl.float32) + result.to(tl.float32)).to(out.dtype.element_ty)

@@ -65,10 +65,11 @@ def _value_row(
             if HAS_FIRST:
                 scale = tl.where(start <= row - (K - 1 - j) * D, scale, 0.0)
             scaled = scaled + (scale * taps[n * K + j],)
-        y = scaled[K - 1] * near[K - 1]
+        z = scaled[K - 1] * near[K - 1]
         for j in tl.static_range(1, K):
-            y = tl.fma(scaled[K - 1 - j], near[K - 1 - j], y)
-        dy = g * _silu_gradient(y)
+            z = tl.fma(scaled[K - 1 - j], near[K - 1 - j], z)
+        # dy / -log2(e): the factor of the taps makes it good.
+        dy = g * _silu_gradient(z)
         after = ()
         for j in tl.static_range(K - 1):
             felt = tl.where(start <= row - (K - 1 - j) * D, dy, 0.0) if HAS_FIRST else dy
