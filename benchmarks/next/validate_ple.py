@@ -2,7 +2,7 @@
 
     python benchmarks/next/validate_ple.py [--out DIRECTORY]
 
-A patch waits here under a name in `VARIANTS`; the last two are part of the kernels (NOTES_PLE.md).
+`pdl`: every kernel is launched while the one before it runs, and waits for it. `score_spans`: 96 rows at least.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ from validate_gdn import ROOT, build
 
 VARIANTS = {
     "main": (),
+    "pdl": ("ple_pdl",),
+    "score_spans": ("ple_score_spans",),
+    "both": ("ple_pdl", "ple_score_spans"),
 }
 CASES = (("ple_gdn", 8192), ("ple_gdn", 32768), ("ple_gdn packed", 32768), ("ple_gdn", 262144))
-TESTS = "match_float64 or alone or twenty or score"
+TESTS = "match_float64 or alone or twenty or score or graph"
 
 
 def start(copy: Path, script: str, *arguments: str) -> subprocess.Popen:
