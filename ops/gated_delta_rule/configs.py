@@ -8,7 +8,10 @@ range (seen by compute-sanitizer in `adjoint_kernel` and `forward_kernel`).
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
+
+SM_COUNT = 132  # multiprocessors of an H200. Fixed: neither bits nor bytes of a call follow the card.
 
 
 class PrepConfig(NamedTuple):
@@ -55,11 +58,13 @@ def next_power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
+@functools.cache
 def block_width(width: int) -> int:
     """Head widths are padded to a power of two, at least 16: the smallest a tensor-core product takes."""
     return max(16, next_power_of_two(width))
 
 
+@functools.cache
 def select(itemsize: int, K: int, V: int) -> Configs:
     configs = TABLE[itemsize, block_width(K)]
     widest = block_width(V)

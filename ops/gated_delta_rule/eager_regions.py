@@ -102,8 +102,9 @@ class _SaveOnly(torch.autograd.Function):
 
 
 class _Front(NamedTuple):
-    """One call of the public front: the raw op's arguments."""
+    """One call of the public front: the raw op's arguments, and how it is called."""
 
+    op: Callable[..., tuple[torch.Tensor, ...]]
     tensors: tuple[torch.Tensor | None, ...]
     options: dict[str, Any]
 
@@ -114,7 +115,7 @@ class _Front(NamedTuple):
             q, _, v, _, _, _, cu_seqlens, _, workspace = self.tensors
             phases = needed_phases(self.options["save_mode"], hand_off=False)
             check_workspace_bytes(workspace, sizes_of(q, v, cu_seqlens), phases)
-        return torch.ops.ple_gdn.gated_delta_rule(*self.tensors, **{**self.options, "save_mode": save_mode})
+        return self.op(*self.tensors, **{**self.options, "save_mode": save_mode})
 
     def record(self, region: str, verdict: str, reason: str) -> None:
         q, _, v, _, _, _, cu_seqlens, *_ = self.tensors
@@ -162,9 +163,11 @@ def region_save_mode(q: torch.Tensor, v: torch.Tensor, save_mode: str, asked: st
     return save_mode if verdict == "hand-off" else "none"
 
 
-def call_in_region(*tensors: torch.Tensor | None, **options: Any) -> tuple[torch.Tensor, ...]:
-    """The raw op `gated_delta_rule` for an eager call that wants gradients, as its checkpoint region needs it."""
-    front = _Front(tensors, options)
+def call_in_region(
+    op: Callable[..., tuple[torch.Tensor, ...]], tensors: tuple[torch.Tensor | None, ...], options: dict[str, Any]
+) -> tuple[torch.Tensor, ...]:
+    """`op(*tensors, **options)` for an eager call that wants gradients, as its checkpoint region needs it."""
+    front = _Front(op, tensors, options)
     hooks = pack_hooks()
     inside, backward = any(map(of_checkpoint, hooks)), inside_a_backward()
     if not inside and not backward:

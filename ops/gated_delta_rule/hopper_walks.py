@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from triton.experimental.gluon.language import NVMMASharedLayout
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ..triton_launch import Box, TensorMap, launch
 from .adjoint_hopper import hopper_adjoint_kernel
+from .configs import SM_COUNT
 from .forward_hopper import hopper_forward_kernel
 
 if TYPE_CHECKING:
@@ -16,9 +17,11 @@ if TYPE_CHECKING:
     from .walks import Chunks, Documents
 
 Tensor = torch.Tensor
-MULTIPROCESSORS = 132
 TILE = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-VECTOR = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+TILE_64 = Box((64, 64), TILE)
+TILE_128 = Box((64, 128), TILE)
+STATE = Box((128, 64), TILE)
+ROW = Box((64,), NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1))
 
 
 def aligned(t: Tensor | None) -> Tensor | None:
@@ -26,18 +29,10 @@ def aligned(t: Tensor | None) -> Tensor | None:
     return t if t is None or t.data_ptr() % 16 == 0 else t.clone()
 
 
-def tile_map(t: Tensor, rows: int, width: int, block_rows: int, block_width: int) -> TensorDescriptor:
-    return TensorDescriptor(t, [rows, width], [width, 1], [block_rows, block_width], TILE)
-
-
-def vector_map(t: Tensor) -> TensorDescriptor:
-    return TensorDescriptor(t, [t.numel()], [1], [64], VECTOR)
-
-
 def stages(chains: int) -> dict[str, int]:
     """Few chains: two stages of every tile. More chains than multiprocessors: one of those that only the output needs,
     and half the registers, so that two CTAs share a multiprocessor. The order of sums, so every bit, is the same."""
-    alone = chains <= MULTIPROCESSORS
+    alone = chains <= SM_COUNT
     return {"STAGES": 2, "OUTPUT_STAGES": 2 if alone else 1, "num_warps": 4, "maxnreg": 152 if alone else 128}
 
 
@@ -46,23 +41,25 @@ def forward_walk(
     delta: Tensor, *, store_final: bool, store_h: bool, output: bool,
 ) -> None:  # fmt: skip
     """See `walks.forward_walk`."""
-    tokens, chains = p.B * p.T, documents.count * p.HV * 2
+    chains, states = documents.count * p.HV * 2, (p.chunks * p.HV * 128, 128)
+    keys, values = (p.B * p.T, p.H * 128), (p.B * p.T, p.HV * 128)
     q, k, v, table, scores, x = chunks
-    q, k, v, x, h0 = (aligned(t) for t in (q, k, v, x, h0))
-    values = (tokens, p.HV * 128, 64, 64)
-    hopper_forward_kernel[(chains,)](
-        tile_map(q, tokens, p.H * 128, 64, 128) if output else None,
-        tile_map(k, tokens, p.H * 128, 64, 128),
-        tile_map(v, *values),
-        vector_map(table),
-        tile_map(scores, p.chunks * p.HV * 64, 64, 64, 64) if output else None,
-        tile_map(x, tokens, p.HV * 64, 64, 64),
-        tile_map(o, *values) if output else None,
-        tile_map(h, p.chunks * p.HV * 128, 128, 128, 64) if store_h else None,
-        tile_map(delta, *values) if store_h else None,
-        h0, final, o, delta, documents.cu, documents.offsets, p.T, p.chunks_per_row, H=p.H, HV=p.HV,
-        VARLEN=documents.cu is not None, HAS_H0=h0 is not None, STORE_HT=store_final, STORE_H=store_h, OUTPUT=output,
-        **stages(chains),
+    q, k, v, x, h0 = aligned(q), aligned(k), aligned(v), aligned(x), aligned(h0)
+    arguments = (
+        TensorMap(q, keys, TILE_128) if output else None,
+        TensorMap(k, keys, TILE_128),
+        TensorMap(v, values, TILE_64),
+        TensorMap(table, (p.chunks * p.HV * 320,), ROW),
+        TensorMap(scores, (p.chunks * p.HV * 64, 64), TILE_64) if output else None,
+        TensorMap(x, (p.B * p.T, p.HV * 64), TILE_64),
+        TensorMap(o, values, TILE_64) if output else None,
+        TensorMap(h, states, STATE) if store_h else None,
+        TensorMap(delta, values, TILE_64) if store_h else None,
+        h0, final, o, delta, documents.cu, documents.offsets, p.T, p.chunks_per_row,
+    )  # fmt: skip
+    launch(
+        hopper_forward_kernel, chains, arguments, p.device, H=p.H, HV=p.HV, VARLEN=documents.cu is not None,
+        HAS_H0=h0 is not None, STORE_HT=store_final, STORE_H=store_h, OUTPUT=output, **stages(chains),
     )  # fmt: skip
 
 
@@ -71,20 +68,24 @@ def backward_walks(
     dr: Tensor, dh0: Tensor, h: Tensor, delta: Tensor, *, store_dh0: bool, replay: bool,
 ) -> None:  # fmt: skip
     """See `walks.backward_walks`; the replay is a launch of its own."""
-    tokens, chains = p.B * p.T, documents.count * p.HV * 2
+    chains, states = documents.count * p.HV * 2, (p.chunks * p.HV * 128, 128)
+    keys, values = (p.B * p.T, p.H * 128), (p.B * p.T, p.HV * 128)
     q, k, _, table, scores, x = chunks
-    do, dht, q, k, x = (aligned(t) for t in (do, dht, q, k, x))
-    hopper_adjoint_kernel[(chains,)](
-        tile_map(do, tokens, p.HV * 128, 64, 64),
-        tile_map(q, tokens, p.H * 128, 64, 128),
-        tile_map(k, tokens, p.H * 128, 64, 128),
-        vector_map(table),
-        tile_map(scores, p.chunks * p.HV * 64, 64, 64, 64),
-        tile_map(x, tokens, p.HV * 64, 64, 64),
-        tile_map(dh, p.chunks * p.HV * 128, 128, 128, 64),
-        tile_map(dr, tokens, p.HV * 128, 64, 64),
-        dht, dr, dh0, documents.cu, documents.offsets, p.T, p.chunks_per_row, H=p.H, HV=p.HV,
-        VARLEN=documents.cu is not None, HAS_DHT=dht is not None, STORE_DH0=store_dh0, **stages(chains),
+    do, dht, q, k, x = aligned(do), aligned(dht), aligned(q), aligned(k), aligned(x)
+    arguments = (
+        TensorMap(do, values, TILE_64),
+        TensorMap(q, keys, TILE_128),
+        TensorMap(k, keys, TILE_128),
+        TensorMap(table, (p.chunks * p.HV * 320,), ROW),
+        TensorMap(scores, (p.chunks * p.HV * 64, 64), TILE_64),
+        TensorMap(x, (p.B * p.T, p.HV * 64), TILE_64),
+        TensorMap(dh, states, STATE),
+        TensorMap(dr, values, TILE_64),
+        dht, dr, dh0, documents.cu, documents.offsets, p.T, p.chunks_per_row,
+    )  # fmt: skip
+    launch(
+        hopper_adjoint_kernel, chains, arguments, p.device, H=p.H, HV=p.HV, VARLEN=documents.cu is not None,
+        HAS_DHT=dht is not None, STORE_DH0=store_dh0, **stages(chains),
     )  # fmt: skip
     if replay:
         forward_walk(

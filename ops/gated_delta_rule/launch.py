@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 import torch
 
+from ..triton_launch import launch
 from ..varlen import CHUNK
 from .arena import Arena
-from .configs import block_width, select
+from .configs import SM_COUNT, block_width, select
 from .gradients import gradient_kernel
 from .packing_kernels import check_packing_kernel, zero_gradient_tail_kernel, zero_output_tail_kernel
 from .prep import prep_kernel
@@ -51,10 +52,6 @@ class Problem(NamedTuple):
         """tf32x3 keeps fp32 operands to 2^-21; 16-bit operands ignore it."""
         return "tf32x3"
 
-    @property
-    def heads(self) -> dict[str, int]:
-        return {"H": self.H, "HV": self.HV, "K": self.K}
-
 
 def _packing(
     p: Problem, cu_seqlens: Tensor | None, chunk_offsets: Tensor | None
@@ -68,16 +65,17 @@ def _packing(
         offsets = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
     else:
         offsets = chunk_offsets.to(p.device, non_blocking=True).contiguous()
-    check_packing_kernel[(1,)](cu, offsets, p.documents, p.T, BLOCK=1024, num_warps=4)
+    launch(check_packing_kernel, 1, (cu, offsets, p.documents, p.T), p.device, BLOCK=1024, num_warps=4)
     return cu, offsets
 
 
 def _prep(p: Problem, q: Tensor, k: Tensor, g: Tensor, beta: Tensor, cu: Tensor | None, offsets: Tensor | None,
           tapes: tuple[Tensor, Tensor, Tensor, Tensor], scale: float, l2norm: bool) -> None:  # fmt: skip
     config = select(p.dtype.itemsize, p.K, p.V).prep
-    prep_kernel[(p.chunks * p.H,)](
-        q, k, g, beta, cu, offsets, *tapes, scale, p.documents, p.T, p.chunks_per_row, **p.heads,
-        BLOCK=config.BLOCK, VARLEN=p.varlen, L2NORM=l2norm, PREC="tf32x3", DOT=p.dot, num_warps=config.num_warps,
+    arguments = (q, k, g, beta, cu, offsets, *tapes, scale, p.documents, p.T, p.chunks_per_row)
+    launch(
+        prep_kernel, p.chunks * p.H, arguments, p.device, H=p.H, HV=p.HV, K=p.K, BLOCK=config.BLOCK, VARLEN=p.varlen,
+        L2NORM=l2norm, PREC="tf32x3", DOT=p.dot, num_warps=config.num_warps,
     )  # fmt: skip
 
 
@@ -102,9 +100,25 @@ def _walk_buffers(p: Problem, arena: Arena) -> tuple[Tensor, Tensor]:
 
 def _scores(p: Problem, q: Tensor, k: Tensor, beta: Tensor, cu: Tensor | None, offsets: Tensor | None,
             tapes: tuple[Tensor, ...], table: Tensor, scores: Tensor) -> None:  # fmt: skip
-    score_kernel[(p.chunks * p.H,)](
-        q, k, beta, *tapes[:3], cu, offsets, table, scores, p.documents, p.T, p.chunks_per_row, **p.heads,
-        BK=block_width(p.K), VARLEN=p.varlen, DOT=p.dot, num_warps=4,
+    arguments = (q, k, beta, *tapes[:3], cu, offsets, table, scores, p.documents, p.T, p.chunks_per_row)
+    launch(
+        score_kernel, p.chunks * p.H, arguments, p.device, H=p.H, HV=p.HV, K=p.K, BK=block_width(p.K), VARLEN=p.varlen,
+        DOT=p.dot, num_warps=4,
+    )  # fmt: skip
+
+
+def _gradients(p: Problem, do: Tensor, q: Tensor, k: Tensor, tapes: tuple[Tensor, ...], table: Tensor, h: Tensor,
+               delta: Tensor, dh: Tensor, cu: Tensor | None, offsets: Tensor | None, gradients: tuple[Tensor, ...],
+               scale: float, l2norm: bool) -> None:  # fmt: skip
+    """Of all that is local to a chunk: `gradients` are dq, dk, dR (which becomes dv), dg and dbeta."""
+    config = select(p.dtype.itemsize, p.K, p.V).gradient
+    arguments = (
+        do, q, k, table, *tapes[1:3], h, delta, dh, cu, offsets, *gradients,
+        scale, 1.0 / scale if scale else 0.0, p.documents, p.T, p.chunks_per_row,
+    )  # fmt: skip
+    launch(
+        gradient_kernel, p.chunks * p.H, arguments, p.device, H=p.H, HV=p.HV, K=p.K, V=p.V, BK=block_width(p.K),
+        BV=config.BV, VARLEN=p.varlen, L2NORM=l2norm, DOT=p.dot, STAGES=config.num_stages, num_warps=config.num_warps,
     )  # fmt: skip
 
 
@@ -141,9 +155,10 @@ def launch_forward(
             store_final=output_final_state, store_h=full, output=output,
         )  # fmt: skip
         if p.varlen:
-            zero_output_tail_kernel[(132,)](
-                cu, o if output else delta, *tapes, delta, p.documents, p.T,
-                WIDTH=p.HV * p.V, HV=p.HV, H=p.H, FULL=full, BLOCK=1024,
+            arguments = (cu, o if output else delta, *tapes, delta, p.documents, p.T)
+            launch(
+                zero_output_tail_kernel, SM_COUNT, arguments, p.device, WIDTH=p.HV * p.V, HV=p.HV, H=p.H, FULL=full,
+                BLOCK=1024,
             )  # fmt: skip
     if save_mode == "none":
         tapes = tuple(p.new(0, dtype=tape.dtype) for tape in tapes)
@@ -191,26 +206,10 @@ def launch_backward(
         p, Chunks(q, k, v, table, scores, tapes[3]), Documents(p.documents, cu, offsets), do, dht, h0,
         dh, dv, dh0, h, delta, store_dh0=has_h0, replay=replay,
     )  # fmt: skip
-    config = select(p.dtype.itemsize, p.K, p.V).gradient
-    gradient_kernel[(p.chunks * p.H,)](
-        do, q, k, table, *tapes[1:3], h, delta, dh, cu, offsets, dq, dk, dv, dg, dbeta,
-        scale, 1.0 / scale if scale else 0.0, p.documents, p.T, p.chunks_per_row, **p.heads,
-        V=p.V, BK=block_width(p.K), VARLEN=p.varlen, DOT=p.dot, BV=config.BV, L2NORM=use_qk_l2norm,
-        STAGES=config.num_stages, num_warps=config.num_warps,
-    )  # fmt: skip
+    _gradients(p, do, q, k, tapes, table, h, delta, dh, cu, offsets, (dq, dk, dv, dg, dbeta), scale, use_qk_l2norm)
     if p.varlen:
-        zero_gradient_tail_kernel[(132,)](
-            cu,
-            dq,
-            dk,
-            dv,
-            dg,
-            dbeta,
-            p.documents,
-            p.T,
-            KEY_WIDTH=p.H * p.K,
-            VALUE_WIDTH=p.HV * p.V,
-            HV=p.HV,
-            BLOCK=1024,
-        )
+        launch(
+            zero_gradient_tail_kernel, SM_COUNT, (cu, dq, dk, dv, dg, dbeta, p.documents, p.T), p.device,
+            KEY_WIDTH=p.H * p.K, VALUE_WIDTH=p.HV * p.V, HV=p.HV, BLOCK=1024,
+        )  # fmt: skip
     return dq, dk, dv, dg, dbeta, dh0

@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 
+from ..direct import unobserved
 from ..kcp.context import KcpContext
 from ..kcp.fronts import check_context, gated_delta_rule_over_ranks
 from ..register import register_op
@@ -13,12 +14,30 @@ from ..triton_support import triton_ready
 from ..validation import check_flag, check_number, check_tensor
 from ..varlen import Packing, unpack_cu_seqlens
 from . import reference
-from .checks import check_backward_inputs, check_inputs, check_modes
+from .checks import check_backward_inputs, check_inputs, check_modes, passed_before, remember_passed
 from .eager_regions import call_in_region, current_place, region_save_mode, requesting
 from .tapes import KEPT, Tapes, document_count, new_tapes, state_dtype
 from .workspace import backward_phase, check_workspace_bytes, needed_phases, sizes_of
 
 REUSE_STRINGS: dict[bool | str, str] = {True: "hand_off", False: "replay", "auto": "auto"}
+
+
+def _check_forward(*arguments: torch.Tensor | str | None) -> None:
+    """Raises as the front's docstring says: the op's tensors, then save_mode and reuse_recompute_tapes."""
+    *tensors, save_mode, reuse = arguments
+    check_inputs(*tensors)
+    check_modes(save_mode, reuse)
+    q, _, v, _, _, _, cu_seqlens, _, workspace = tensors
+    check_workspace_bytes(workspace, sizes_of(q, v, cu_seqlens), needed_phases(save_mode, reuse == "hand_off"))
+
+
+def _check_backward(do: torch.Tensor, dfinal_state: torch.Tensor | None, *tensors: torch.Tensor | None) -> None:
+    """Of the backward op's tensors."""
+    q, _, v, _, _, _, cu_seqlens, _, workspace = inputs = tensors[:9]
+    tapes = Tapes(*tensors[9:])
+    check_inputs(*inputs)
+    check_backward_inputs(do, dfinal_state, q, v, cu_seqlens, tapes)
+    check_workspace_bytes(workspace, sizes_of(q, v, cu_seqlens), (backward_phase(tapes),))
 
 
 def _forward_impl(
@@ -38,18 +57,14 @@ def _forward_impl(
     save_mode: str = "light",
     reuse_recompute_tapes: str = "auto",
 ) -> tuple[torch.Tensor, ...]:
-    check_inputs(q, k, v, g, beta, initial_state, cu_seqlens, chunk_offsets, workspace)
-    check_modes(save_mode, reuse_recompute_tapes)
-    check_workspace_bytes(
-        workspace, sizes_of(q, v, cu_seqlens), needed_phases(save_mode, reuse_recompute_tapes == "hand_off")
-    )
+    arguments = (q, k, v, g, beta, initial_state, cu_seqlens, chunk_offsets, workspace)
+    if workspace is not None or not passed_before(*arguments, save_mode, reuse_recompute_tapes):
+        _check_forward(*arguments, save_mode, reuse_recompute_tapes)
+        remember_passed(*arguments, save_mode, reuse_recompute_tapes)
     if triton_ready(q.device):
         from .launch import launch_forward
 
-        return launch_forward(
-            *(q, k, v, g, beta, initial_state, cu_seqlens, chunk_offsets, workspace),
-            *(scale, output_final_state, use_qk_l2norm, save_mode),
-        )
+        return launch_forward(*arguments, scale, output_final_state, use_qk_l2norm, save_mode)
     return reference.forward(
         *(q, k, v, g, beta, initial_state, cu_seqlens, chunk_offsets),
         scale=scale,
@@ -76,11 +91,8 @@ def _forward_fake(
     save_mode: str = "light",
     reuse_recompute_tapes: str = "auto",
 ) -> tuple[torch.Tensor, ...]:
-    check_inputs(q, k, v, g, beta, initial_state, cu_seqlens, chunk_offsets, workspace)
-    check_modes(save_mode, reuse_recompute_tapes)
-    check_workspace_bytes(
-        workspace, sizes_of(q, v, cu_seqlens), needed_phases(save_mode, reuse_recompute_tapes == "hand_off")
-    )
+    arguments = (q, k, v, g, beta, initial_state, cu_seqlens, chunk_offsets, workspace)
+    _check_forward(*arguments, save_mode, reuse_recompute_tapes)
     state = (document_count(q, cu_seqlens), v.shape[2], q.shape[3], v.shape[3]) if output_final_state else (0,)
     tapes = new_tapes(q, v, cu_seqlens, KEPT[save_mode])
     return (q.new_empty(v.shape), q.new_empty(state, dtype=state_dtype(q)), *tapes)
@@ -109,21 +121,15 @@ def _backward_impl(
     use_qk_l2norm: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     tapes = Tapes(gcum, k_rstd, qscale, x, h, delta)
-    check_inputs(q, k, v, g, beta, initial_state, cu_seqlens, chunk_offsets, workspace)
-    check_backward_inputs(do, dfinal_state, q, v, cu_seqlens, tapes)
-    check_workspace_bytes(workspace, sizes_of(q, v, cu_seqlens), (backward_phase(tapes),))
+    arguments = (do, dfinal_state, q, k, v, g, beta, initial_state, cu_seqlens, chunk_offsets, workspace, *tapes)
+    if workspace is not None or not passed_before(*arguments):
+        _check_backward(*arguments)
+        remember_passed(*arguments)
     if triton_ready(q.device):
         from .launch import launch_backward
 
-        return launch_backward(
-            *(do, dfinal_state, q, k, v, g, beta, initial_state, cu_seqlens, chunk_offsets, workspace),
-            *(*tapes, scale, use_qk_l2norm),
-        )
-    return reference.backward(
-        *(do, dfinal_state, q, k, v, g, beta, initial_state, cu_seqlens, chunk_offsets, workspace, tapes),
-        scale=scale,
-        use_qk_l2norm=use_qk_l2norm,
-    )
+        return launch_backward(*arguments, scale, use_qk_l2norm)
+    return reference.backward(*arguments[:-6], tapes, scale=scale, use_qk_l2norm=use_qk_l2norm)
 
 
 def _backward_fake(
@@ -148,10 +154,8 @@ def _backward_fake(
     scale: float | None = None,
     use_qk_l2norm: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    check_inputs(q, k, v, g, beta, initial_state, cu_seqlens, chunk_offsets, workspace)
-    tapes = Tapes(gcum, k_rstd, qscale, x, h, delta)
-    check_backward_inputs(do, dfinal_state, q, v, cu_seqlens, tapes)
-    check_workspace_bytes(workspace, sizes_of(q, v, cu_seqlens), (backward_phase(tapes),))
+    tensors = (do, dfinal_state, q, k, v, g, beta, initial_state, cu_seqlens, chunk_offsets, workspace)
+    _check_backward(*tensors, gcum, k_rstd, qscale, x, h, delta)
     state = (0,) if initial_state is None else initial_state.shape
     return (*(x.new_empty(x.shape) for x in (q, k, v, g, beta)), q.new_empty(state, dtype=state_dtype(q)))
 
@@ -187,7 +191,7 @@ def _autograd(
         return (None,) * 9
     if do is None:
         do = q.new_zeros(()).expand(v.shape)
-    *grads, dinitial_state = torch.ops.ple_gdn.gated_delta_rule_backward(
+    *grads, dinitial_state = _run_backward(
         *(do, dfinal_state, q, k, v, g, beta, initial_state, cu_seqlens, chunk_offsets, ctx.workspace, *tapes),
         scale=ctx.scale,
         use_qk_l2norm=ctx.use_qk_l2norm,
@@ -196,6 +200,39 @@ def _autograd(
 
 
 gated_delta_rule_op.register_autograd(_autograd, setup_context=_setup_context)
+
+
+class _Direct(torch.autograd.Function):
+    """The op without the dispatcher: the same implementation and formula. Tapes are saved and not returned."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, options: dict[str, object], *tensors: torch.Tensor | None):
+        with torch._C._DisableAutocast():
+            output = _forward_impl(*tensors, **options)
+        _setup_context(ctx, tensors, options, output)
+        return output[:2]
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: torch.Tensor | None):
+        return (None, *_autograd(ctx, *grads))
+
+
+def _run(*tensors: torch.Tensor | None, **options: object) -> tuple[torch.Tensor, ...]:
+    """Output and final state of the op, and its tapes where it went through the dispatcher."""
+    if not unobserved(tensors):
+        return torch.ops.ple_gdn.gated_delta_rule(*tensors, **options)
+    if torch.is_grad_enabled():
+        return _Direct.apply(options, *tensors)
+    with torch._C._DisableAutocast():
+        return _forward_impl(*tensors, **options)
+
+
+def _run_backward(*tensors: torch.Tensor | None, **options: object) -> tuple[torch.Tensor, ...]:
+    """The backward op. With create_graph it is one for certain: the op says that it has no derivative."""
+    if torch.is_grad_enabled() or not unobserved(tensors):
+        return torch.ops.ple_gdn.gated_delta_rule_backward(*tensors, **options)
+    with torch._C._DisableAutocast():
+        return _backward_impl(*tensors, **options)
 
 
 def _check_front_options(
@@ -294,13 +331,7 @@ def gated_delta_rule(
             save_mode=save_mode,
         )
         return o, final_state if output_final_state else None
-    run = call_in_region if eager else torch.ops.ple_gdn.gated_delta_rule
-    o, final_state, *_ = run(
-        *(q, k, v, g, beta, initial_state, boundaries, chunk_offsets, workspace),
-        scale=scale,
-        output_final_state=output_final_state,
-        use_qk_l2norm=use_qk_l2norm,
-        save_mode=save_mode,
-        reuse_recompute_tapes=reuse,
-    )
+    tensors = (q, k, v, g, beta, initial_state, boundaries, chunk_offsets, workspace)
+    options = {"scale": scale, **flags, "save_mode": save_mode, "reuse_recompute_tapes": reuse}
+    o, final_state, *_ = call_in_region(_run, tensors, options) if eager else _run(*tensors, **options)
     return o, final_state if output_final_state else None

@@ -10,8 +10,8 @@ import functools
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import triton
 
+from ..triton_launch import RELEASE, launch
 from ..varlen import CHUNK
 from .configs import block_width, select, walks_for_hopper
 from .scan import adjoint_kernel, forward_kernel
@@ -42,15 +42,14 @@ class Documents(NamedTuple):
 
 
 @functools.cache
-def _device_class(device: torch.device) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Compute capability, and Triton's minor release. The CPU, where kernels are interpreted, has none."""
-    release = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0), release
+def _capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability; the CPU, where kernels are interpreted, has none."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 def uses_hopper(p: Problem) -> bool:
     table_floats = p.chunks * p.HV * 5 * CHUNK
-    return walks_for_hopper(p.dtype.itemsize, p.K, p.V, table_floats, *_device_class(p.device))
+    return walks_for_hopper(p.dtype.itemsize, p.K, p.V, table_floats, _capability(p.device), RELEASE)
 
 
 def forward_walk(
@@ -65,9 +64,10 @@ def forward_walk(
             p, chunks, documents, h0, o, final, h, delta, store_final=store_final, store_h=store_h, output=output
         )
     config = select(p.dtype.itemsize, p.K, p.V).scan
-    forward_kernel[(documents.count * p.HV * -(-p.V // config.BV),)](
-        *chunks, h0, documents.cu, documents.offsets, o, final, h, delta, p.T, p.chunks_per_row, **p.heads, V=p.V,
-        BK=block_width(p.K), BV=config.BV, VARLEN=documents.cu is not None, HAS_H0=h0 is not None,
+    arguments = (*chunks, h0, documents.cu, documents.offsets, o, final, h, delta, p.T, p.chunks_per_row)
+    launch(
+        forward_kernel, documents.count * p.HV * -(-p.V // config.BV), arguments, p.device, H=p.H, HV=p.HV, K=p.K,
+        V=p.V, BK=block_width(p.K), BV=config.BV, VARLEN=documents.cu is not None, HAS_H0=h0 is not None,
         STORE_HT=store_final, STORE_H=store_h, OUTPUT=output, DOT=p.dot, STAGES=config.num_stages,
         num_warps=config.num_warps,
     )  # fmt: skip
@@ -86,9 +86,12 @@ def backward_walks(
         )
     config = select(p.dtype.itemsize, p.K, p.V).scan
     chains = documents.count * p.HV * -(-p.V // config.BV)
-    adjoint_kernel[(chains * (2 if replay else 1),)](
+    arguments = (
         do, dht, *chunks, h0, documents.cu, documents.offsets, dh, dr, dh0, h, delta, chains, p.T, p.chunks_per_row,
-        **p.heads, V=p.V, BK=block_width(p.K), BV=config.BV, VARLEN=documents.cu is not None, HAS_H0=h0 is not None,
+    )  # fmt: skip
+    launch(
+        adjoint_kernel, chains * (2 if replay else 1), arguments, p.device, H=p.H, HV=p.HV, K=p.K, V=p.V,
+        BK=block_width(p.K), BV=config.BV, VARLEN=documents.cu is not None, HAS_H0=h0 is not None,
         HAS_DHT=dht is not None, STORE_DH0=store_dh0, REPLAY=replay, DOT=p.dot, STAGES=config.num_stages,
         num_warps=config.num_warps,
     )  # fmt: skip

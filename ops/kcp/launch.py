@@ -10,10 +10,10 @@ import torch
 
 from ..gated_delta_rule.arena import Arena
 from ..gated_delta_rule.configs import block_width, select
-from ..gated_delta_rule.gradients import gradient_kernel
-from ..gated_delta_rule.launch import Problem, _packing, _prep, _prep_tapes, _scores, _walk_buffers
+from ..gated_delta_rule.launch import Problem, _gradients, _packing, _prep, _prep_tapes, _scores, _walk_buffers
 from ..gated_delta_rule.tapes import Tapes
 from ..gated_delta_rule.walks import Chunks, Documents, backward_walks, forward_walk
+from ..triton_launch import launch
 from .local import Inputs, index_tensor
 from .map_kernel import map_kernel
 from .plan import RankPlan, Run
@@ -88,9 +88,11 @@ class DeviceForwardRun(_DeviceRun):
         if chosen:
             config = self.configs.scan
             BN, stages = min(config.BV, block_width(p.K)), min(config.num_stages, 2)  # with 3, one CTA an SM, not two
-            map_kernel[(len(chosen) * p.HV * -(-p.K // BN),)](
-                self.k, self.table, self.prep[3], self.cu, self.offsets, index_tensor(chosen, p.device), out, p.T,
-                **p.heads, BK=block_width(p.K), BN=BN, DOT=p.dot, STAGES=stages, num_warps=config.num_warps,
+            chosen_segments = index_tensor(chosen, p.device)
+            arguments = (self.k, self.table, self.prep[3], self.cu, self.offsets, chosen_segments, out, p.T)
+            launch(
+                map_kernel, len(chosen) * p.HV * -(-p.K // BN), arguments, p.device, H=p.H, HV=p.HV, K=p.K,
+                BK=block_width(p.K), BN=BN, DOT=p.dot, STAGES=stages, num_warps=config.num_warps,
             )  # fmt: skip
         return out
 
@@ -142,14 +144,11 @@ class DeviceBackwardRun(_DeviceRun):
         )  # fmt: skip
 
     def gradients(self) -> list[Tensor]:
-        p, config = self.p, self.configs.gradient
-        grads = [self.dq, self.dk, self.dv, self.dg, self.dbeta]
+        grads = (self.dq, self.dk, self.dv, self.dg, self.dbeta)
         if self.empty:
             return [grad.zero_() for grad in grads]
-        gradient_kernel[(p.chunks * p.H,)](
-            self.do, self.q, self.k, self.table, *self.prep[1:3], self.h, self.delta, self.dh, self.cu, self.offsets,
-            *grads, self.scale, 1.0 / self.scale if self.scale else 0.0, p.documents, p.T, p.chunks_per_row,
-            **p.heads, V=p.V, BK=block_width(p.K), VARLEN=True, DOT=p.dot, BV=config.BV, L2NORM=self.l2norm,
-            STAGES=config.num_stages, num_warps=config.num_warps,
+        _gradients(
+            self.p, self.do, self.q, self.k, self.prep, self.table, self.h, self.delta, self.dh, self.cu, self.offsets,
+            grads, self.scale, self.l2norm,
         )  # fmt: skip
-        return grads
+        return list(grads)

@@ -23,6 +23,7 @@ import ple_gdn
 from ple_gdn.ops.gated_delta_rule import hopper_walks, launch, walks
 from ple_gdn.ops.kcp import gated_delta_rule as ranks
 from ple_gdn.ops.kcp import launch as rank_launch
+from ple_gdn.ops.triton_launch import TensorMap
 
 
 class Emulated:
@@ -40,7 +41,7 @@ class Emulated:
 
 
 def emulate(seed: int) -> None:
-    hopper_walks.TensorDescriptor = lambda t, shape, strides, block, layout: Descriptor(t.view(shape), block)
+    TensorMap.descriptor = lambda self: Descriptor(self.tensor.view(self.shape), self.box.block)
     for name in ("hopper_forward_kernel", "hopper_adjoint_kernel"):
         setattr(hopper_walks, name, Emulated(getattr(hopper_walks, name), seed))
 

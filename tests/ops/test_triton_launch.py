@@ -1,0 +1,109 @@
+"""The short way of a launch: what it passes, and everything that sends a call back to Triton's own way."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from ple_gdn.ops import triton_launch
+
+CPU = torch.device("cpu")
+
+
+class Kernel:
+    """Stands for a kernel: compiles at every call that reaches it, and notes calls of what it compiled."""
+
+    arg_names = ("x_ptr", "y_ptr", "n", "WIDTH", "FLAG")
+    __name__ = "kernel"
+
+    def __init__(self, specialized: tuple[str, ...] = ()) -> None:
+        self.params = [
+            types.SimpleNamespace(name=n, do_not_specialize=n == "n" and n not in specialized) for n in self.arg_names
+        ]
+        self.compiled = 0
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        def first(*arguments: Any, **constants: Any) -> Any:
+            self.compiled += 1
+            run = lambda *rest: self.calls.append(rest)  # noqa: E731
+            return types.SimpleNamespace(run=run, function=7, packed_metadata="packed", name="kernel")
+
+        return first
+
+
+@pytest.fixture(autouse=True)
+def release(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = types.SimpleNamespace(get_current_stream=lambda device: 5)
+    monkeypatch.setattr(triton_launch, "driver", types.SimpleNamespace(active=driver))
+    monkeypatch.setattr(triton_launch, "_compiled", {})
+    monkeypatch.setattr(triton_launch, "RELEASE", (3, 9))
+
+
+def go(kernel: Kernel, x: Any, y: Any, n: Any = 3, grid: int = 11, **constants: Any) -> None:
+    triton_launch.launch(kernel, grid, (x, y, n), CPU, **{"FLAG": True, "WIDTH": 64, "num_warps": 4, **constants})
+
+
+def test_the_second_launch_passes_addresses_and_the_constants_in_the_kernels_order() -> None:
+    kernel, x = Kernel(), torch.zeros(8)
+    go(kernel, x, None)
+    assert kernel.calls == []
+    other = torch.zeros(8)
+    go(kernel, other, None, n=2**20, grid=12)
+    assert kernel.compiled == 1
+    assert kernel.calls == [(12, 1, 1, 5, 7, "packed", None, None, None, other.data_ptr(), None, 2**20, 64, True)]
+
+
+def test_what_a_kernel_is_compiled_for_is_compiled_again() -> None:
+    kernel, x = Kernel(), torch.zeros(64)
+    go(kernel, x, x)
+    others = (
+        (x.bfloat16(), x), (x, x.long()), (x[1:], x), (x, x[1:]), (x, None), (None, x), (x, x, 1.5),
+    )  # fmt: skip
+    for arguments in others:
+        go(kernel, *arguments)
+    for constants in ({"WIDTH": 128}, {"FLAG": False}, {"num_warps": 8}, {"maxnreg": 128}):
+        go(kernel, x, x, **constants)
+    go(Kernel(), x, x)
+    assert kernel.compiled == 1 + len(others) + 4
+    assert kernel.calls == []
+    go(kernel, torch.nn.Parameter(x), x[4:])
+    assert kernel.compiled == 1 + len(others) + 4
+
+
+def test_a_profilers_hooks_see_every_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, x = Kernel(), torch.zeros(8)
+    hooks = types.SimpleNamespace(launch_enter_hook=types.SimpleNamespace(calls=[print]), launch_exit_hook=None)
+    monkeypatch.setattr(triton_launch, "_hooks", hooks)
+    for _ in range(3):
+        go(kernel, x, x)
+    assert (kernel.compiled, kernel.calls) == (3, [])
+
+
+def test_a_number_that_triton_would_specialise_on_and_a_subclass_are_refused() -> None:
+    class Sub(torch.Tensor):
+        pass
+
+    x = torch.zeros(8)
+    with pytest.raises(TypeError, match="kernel: expected n to be named in do_not_specialize"):
+        go(Kernel(specialized=("n",)), x, x)
+    with pytest.raises(TypeError, match="kernel: expected a plain tensor for y_ptr, got Sub"):
+        go(Kernel(), x, x.as_subclass(Sub))
+
+
+def test_a_kernel_that_compiles_nothing_is_called_every_time() -> None:
+    seen = []
+
+    class Interpreted:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *arguments, **constants: seen.append((grid, arguments, constants))
+
+    for _ in range(2):
+        triton_launch.launch(Interpreted(), 4, (None, 1), CPU, WIDTH=2)
+    assert seen == [((4,), (None, 1), {"WIDTH": 2})] * 2
