@@ -43,6 +43,7 @@ LENGTHS = {
 }
 PLAIN = {"bfloat16": (4e-3, 5e-3), "float16": (2e-3, 2e-3), "float32": (1e-5, 1e-5)}
 STRESS = {"bfloat16": (7e-3, 8e-3), "float32": (1e-4, 1e-3)}
+HOST_TOKENS = 64
 SHAPES = (("1x32768", 1, 32768, 16, 48), ("8x4096", 8, 4096, 16, 48), ("1x8192", 1, 8192, 16, 48))
 
 
@@ -132,7 +133,7 @@ def check(part: int, parts: int, hopper: bool) -> None:
 
 
 def clock() -> None:
-    """Milliseconds of forward, of forward and backward, of each kernel, and the peak, by shape."""
+    """Milliseconds of forward, of forward and backward, of each kernel, and the peak, by shape; the host's alone."""
     import torch
 
     import ple_gdn
@@ -148,7 +149,19 @@ def clock() -> None:
         torch.cuda.synchronize()
         return sorted(first.elapsed_time(last) for first, last in events)[repeats // 2]
 
-    for name, B, T, H, HV in SHAPES:
+    def host(call: object, repeats: int = 300) -> float:
+        """Of calls whose kernels are shorter than they are."""
+        for _ in range(20):
+            call()
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        spent = time.perf_counter() - began
+        torch.cuda.synchronize()
+        return spent / repeats * 1e3
+
+    for name, B, T, H, HV in (("host", 1, HOST_TOKENS, 16, 48), *SHAPES):
         torch.manual_seed(0)
         unit = lambda: torch.nn.functional.normalize(torch.randn(B, T, H, 128, device="cuda"), dim=-1)  # noqa: B023, E731
         q, k = unit().bfloat16().requires_grad_(), unit().bfloat16().requires_grad_()
@@ -158,6 +171,9 @@ def clock() -> None:
         leaves, do = (q, k, v, g, beta), torch.randn_like(v)
         forward = lambda: ple_gdn.gated_delta_rule(*leaves)[0]  # noqa: B023, E731
         both = lambda: torch.autograd.grad(forward(), leaves, do)  # noqa: B023, E731
+        if T == HOST_TOKENS:
+            print(json.dumps({"host": {"forward": host(forward), "both": host(both)}}), flush=True)
+            continue
         row = {"forward": median(forward), "both": median(both)}
         torch.cuda.reset_peak_memory_stats()
         both()
@@ -195,6 +211,9 @@ def report(checks: dict[str, dict], times: dict[str, dict]) -> None:
     for name, found in {**checks, **{f"{n} (times)": t for n, t in times.items()}}.items():
         if "failed" in found:
             print(f"FAILED {name}: {found['failed']}")
+    for name, found in times.items():
+        if "host" in found:
+            print(f"host ms a call, {name}: " + ", ".join(f"{k} {v:.3f}" for k, v in found["host"].items()))
     print("\nms: forward, forward and backward, peak MiB; kernels")
     for shape, *_ in SHAPES:
         for name, found in times.items():
