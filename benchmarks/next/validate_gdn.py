@@ -22,10 +22,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 NEXT = Path(__file__).parent
-VARIANTS = {"main": (), "two_term": ("two_term_operands",)}
-# Variants that change the Hopper walks alone: fewer classes to check, after one small case that may hang.
-HOPPER: tuple[str, ...] = ()
-SMOKE_SECONDS, CHECK_SECONDS, TIME_SECONDS, TEST_SECONDS, BENCH_SECONDS = 70, 185, 30, 60, 30
+VARIANTS = {"main": (), "operands": ("prep_operands",), "two_term": ("two_term_operands",)}
+# Variants that change Hopper kernels alone: fewer classes to check, after one small case that may hang.
+HOPPER: tuple[str, ...] = ("operands",)
+SMOKE_SECONDS, CHECK_SECONDS, TIME_SECONDS, TEST_SECONDS, BENCH_SECONDS = 70, 185, 40, 60, 30
 # (dtype, K, V): every row of configs.TABLE, and widths that are padded.
 CLASSES = (
     *(("bfloat16", w, w) for w in (128, 16, 32, 64, 256)),
@@ -33,14 +33,19 @@ CLASSES = (
     *(("float16", w, w) for w in (64, 128, 256)),
     *(("bfloat16", k, v) for k, v in ((48, 80), (192, 96), (128, 64))),
 )
-# What the Hopper walks take, and one neighbour that they must leave alone.
+# What the Hopper kernels take, and one neighbour that only the operand kernel takes.
 HOPPER_CLASSES = (("bfloat16", 128, 128), ("float16", 128, 128), ("bfloat16", 128, 64))
 MODES = ("no_decay", "strong_decay", "beta_two", "beta_zero", "equal_keys", "near_equal_keys", "zero_keys", "one_reset")
 LENGTHS = {
     "plain": (130, 0, 1, 64, 65, 63, 127),
     "many_chains": (130, 0, 1, 64, 65, 63, 127, 2, 200, 0, 70, 96),
     "unpacked": (321,),
+    "one_to_a_head": (130, 0, 1, 64, 65),
+    "two_to_a_head": (130, 0, 1, 64, 65),
+    "five_to_a_head": (130, 0, 1, 64, 65),
 }
+# Value heads of two q/k heads, where not 6: the operand kernel takes four of a group at once.
+VALUE_HEADS = {"one_to_a_head": 2, "two_to_a_head": 4, "five_to_a_head": 10}
 PLAIN = {"bfloat16": (4e-3, 5e-3), "float16": (2e-3, 2e-3), "float32": (1e-5, 1e-5)}
 STRESS = {"bfloat16": (7e-3, 8e-3), "float32": (1e-4, 1e-3)}
 HOST_TOKENS = 64
@@ -106,12 +111,12 @@ def check(part: int, parts: int, hopper: bool) -> None:
     work = [("plain", *each) for each in (HOPPER_CLASSES if hopper else CLASSES)]
     work += [(mode, dtype, 128, 128) for mode in MODES for dtype in STRESS if dtype == "bfloat16" or not hopper]
     # More chains than multiprocessors take other tile rings; a batch without boundaries other addresses.
-    work += [(mode, "bfloat16", 128, 128) for mode in ("many_chains", "unpacked")]
+    work += [(mode, "bfloat16", 128, 128) for mode in ("many_chains", "unpacked", *VALUE_HEADS)]
     for mode, dtype, K, V in work[part::parts]:
         benign = mode in LENGTHS
         lengths = LENGTHS.get(mode, (200, 65))
         kind = {} if mode == "plain" else {"mode": mode}
-        sizes = {"heads": 2, "value_heads": 6, "key_width": K, "value_width": V}
+        sizes = {"heads": 2, "value_heads": VALUE_HEADS.get(mode, 6), "key_width": K, "value_width": V}
         case = make_case(lengths, dtype=getattr(torch, dtype), **kind, **sizes)
         case = Case(*(x.cuda() if isinstance(x, torch.Tensor) else x for x in case))
         budgets = (PLAIN if benign else STRESS)[dtype]
@@ -178,10 +183,11 @@ def clock() -> None:
         torch.cuda.reset_peak_memory_stats()
         both()
         row["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            both()
-            torch.cuda.synchronize()
-        row["kernels"] = {e.key: e.device_time_total / 1e3 for e in profile.key_averages() if "_kernel" in e.key}
+        for part, call in (("kernels", both), ("forward_kernels", forward)):
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                call()
+                torch.cuda.synchronize()
+            row[part] = {e.key: e.device_time_total / 1e3 for e in profile.key_averages() if "_kernel" in e.key}
         print(json.dumps({name: row}), flush=True)
 
 
@@ -223,6 +229,9 @@ def report(checks: dict[str, dict], times: dict[str, dict]) -> None:
                     f"{k.removesuffix('_kernel')} {v:.3f}" for k, v in row["kernels"].items() if v > 0.02
                 )
                 totals = f"{row['forward']:6.3f} {row['both']:6.3f} {row['peak_mib']:6.0f}"
+                # Both directions launch the operand kernel, the backward one its short form.
+                operands = row["forward_kernels"].get("hopper_operands_kernel")
+                kernels += f"  (operands of the forward {operands:.3f})" if operands else ""
                 print(f"  {shape:8s} {name:22s} {totals}  {kernels}")
 
 
