@@ -15,6 +15,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--run-slow", action="store_true", help="also run tests marked slow")
+    parser.addoption("--line-coverage", type=float, metavar="PERCENT", help="print line coverage; fail below PERCENT")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    required = config.getoption("--line-coverage")
+    if required is not None:
+        from line_coverage import MEASURED, LineCoverage  # a test dependency that other runs do not need
+
+        config.pluginmanager.register(LineCoverage(required, MEASURED))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
