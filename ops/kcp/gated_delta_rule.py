@@ -1,7 +1,8 @@
 """Gated delta rule over a rank's shard: summaries, exchange, walk; and the adjoint.
 
 The local run treats every segment as a document of its own whose start state was exchanged. A segment that closes its
-document needs no summary, one that opens it no map (GDN.md §4). All states and maps are fp32.
+document needs no summary, one that opens it no map (GDN.md §4); where it is all of its fragment, it needs no summary
+either: its walk comes before the exchange. All states and maps are fp32.
 """
 
 from __future__ import annotations
@@ -19,12 +20,10 @@ from ..validation import FLOATS, check_device, check_dtype, check_rank, check_sh
 from .context import SPARE
 from .exchange import Exchange, StateMap
 from .local import BackwardRun, ForwardRun, Inputs, index_tensor
-from .plan import RankPlan, decode_plan, needs_map
+from .plan import RankPlan, Walks, decode_plan, needs_map
 
 Tensor = torch.Tensor
 _Tensors = tuple[torch.Tensor, ...]
-# A walk in parts overlaps the exchange but launches once a part: with more parts than this it is not worth it.
-MOST_RUNS = 6
 
 
 def _check_inputs(q, k, v, g, beta, initial_state, pack, table, segments, chunk_offsets) -> None:
@@ -89,21 +88,21 @@ class _Chain:
 
 
 def _walk_all(
-    run: ForwardRun | BackwardRun, chain: _Chain, exchange: Exchange, chains: Sequence[Sequence[int]], states: Tensor
-) -> None:
-    """Exchanges states and walks every segment: while states are on their way, the segments that wait for none."""
-    plan = run.plan
+    run: ForwardRun | BackwardRun, chain: _Chain, exchange: Exchange, chains: Sequence[Sequence[int]], walks: Walks,
+    states: Tensor,
+) -> None:  # fmt: skip
+    """Exchanges states and walks every segment: first those whose end states travel, and while states are on their way
+    those that wait for none."""
+    for part in walks.sending:
+        run.walk(part, states)
+    chain.values |= {i: run.leaving(i) for i in walks.sent}
     exchange.start(chain.fragment_maps(chains))
-    ready = [f for f in chain.fragments if f not in exchange.entered]
-    chain.fill(states, ready, {})
-    early = plan.runs(i for i, s in enumerate(plan.segments) if s.fragment not in exchange.entered)
-    late = plan.runs(i for i, s in enumerate(plan.segments) if s.fragment in exchange.entered)
-    if late and len(early) + len(late) > MOST_RUNS:
-        early, late = [], plan.runs(range(len(plan.segments)))
-    for part in early:
+    run.meanwhile()
+    chain.fill(states, [f for f in chain.fragments if f not in exchange.entered], {})
+    for part in walks.ready:
         run.walk(part, states)
     chain.fill(states, sorted(exchange.entered), exchange.finish())
-    for part in late:
+    for part in walks.waiting:
         run.walk(part, states)
     exchange.close()
 
@@ -154,12 +153,14 @@ def _kcp_forward(
     run = _runs_of(q.device)[0](plan, x, save_mode)
     places = list(enumerate(plan.segments))
     starts = _between(plan, initial_state, [i for i, s in places if s.first], shape, q)
-    values = run.values([i for i, s in places if not s.last], starts)
+    walks = plan.forward_walks
+    sent = walks.sent
+    values = run.values([i for i, s in places if not s.last and i not in sent], starts)
     mapped = [i for i, s in places if needs_map(s)]
     maps = run.maps(mapped)
     chain = _Chain(plan, values, dict(zip(mapped, maps, strict=True)), adjoint=False)
     flow = Exchange(plan, plan.chains, shape, q, group_name, exchange)
-    _walk_all(run, chain, flow, plan.chains, starts)
+    _walk_all(run, chain, flow, plan.chains, walks, starts)
     final = starts.new_zeros(0, *shape)
     if output_final_state:
         closing = [i for i, s in places if s.last]
@@ -178,14 +179,16 @@ def _kcp_backward(
     run = _runs_of(q.device)[1](plan, inputs, do, starts, Tapes(gcum, k_rstd, qscale, x, h, delta))
     places = list(enumerate(plan.segments))
     ends = _between(plan, dfinal_state, [i for i, s in places if s.last], shape, q)
-    values = run.values([i for i, s in places if not s.first], ends)
+    walks = plan.adjoint_walks
+    sent = walks.sent
+    values = run.values([i for i, s in places if not s.first and i not in sent], ends)
     mapped = [i for i, s in places if needs_map(s)]
     unflat = maps[:-SPARE].view(len(mapped), shape[0], shape[1], shape[1])
     transposed = {i: m.mT.contiguous() for i, m in zip(mapped, unflat, strict=True)}
     chain = _Chain(plan, values, transposed, adjoint=True)
     chains = [links[::-1] for links in plan.chains]
     flow = Exchange(plan, chains, shape, q, group_name, exchange)
-    _walk_all(run, chain, flow, chains, ends)
+    _walk_all(run, chain, flow, chains, walks, ends)
     grads = run.gradients()
     dinitial = starts.new_zeros(0, *shape)
     if initial_state is not None:

@@ -12,7 +12,7 @@ from ..gated_delta_rule.arena import Arena
 from ..gated_delta_rule.configs import block_width, select
 from ..gated_delta_rule.launch import Problem, _gradients, _packing, _prep, _prep_tapes, _scores, _walk_buffers
 from ..gated_delta_rule.tapes import Tapes
-from ..gated_delta_rule.walks import Chunks, Documents, backward_walks, forward_walk
+from ..gated_delta_rule.walks import Chunks, Documents, backward_walks, forward_walk, uses_hopper
 from ..triton_launch import launch
 from .local import Inputs, index_tensor
 from .map_kernel import map_kernel
@@ -96,6 +96,12 @@ class DeviceForwardRun(_DeviceRun):
             )  # fmt: skip
         return out
 
+    def leaving(self, segment: int) -> Tensor:
+        return self.ends[segment]
+
+    def meanwhile(self) -> None:
+        pass
+
     def walk(self, run: Run, starts: Tensor) -> None:
         self._launch(run, starts, self.ends, output=True)
 
@@ -119,7 +125,7 @@ class DeviceBackwardRun(_DeviceRun):
         self.dg, self.dbeta = torch.empty_like(self.g), torch.empty_like(self.beta)
         self.dstarts = torch.empty_like(starts)
         self.h, self.delta = tapes.h, tapes.delta
-        self.replay = self.h.dim() == 1 or self.delta.dim() == 1
+        self.replay, self.replay_beside = self.h.dim() == 1 or self.delta.dim() == 1, not uses_hopper(p)
         if self.replay:
             self.h = self.arena.bind("h", (p.chunks, p.HV, p.K, p.V), p.dtype)
             self.delta = self.arena.bind("delta", tuple(self.v.shape), p.dtype)
@@ -133,8 +139,20 @@ class DeviceBackwardRun(_DeviceRun):
             self._launch(part, ends, dstarts, replay=False)
         return {i: dstarts[i] for i in chosen}
 
+    def leaving(self, segment: int) -> Tensor:
+        return self.dstarts[segment]
+
+    def meanwhile(self) -> None:
+        """Replays h and delta of all segments in one launch, where a replay shares no launch with an adjoint walk."""
+        if self.replay and not self.replay_beside and not self.empty:
+            (everything,) = self.plan.runs(range(len(self.plan.segments)))
+            forward_walk(
+                self.p, self.chunks, self.documents(everything), self.starts, self.dv, self.dstarts, self.h,
+                self.delta, store_final=False, store_h=True, output=False,
+            )  # fmt: skip
+
     def walk(self, run: Run, ends: Tensor) -> None:
-        self._launch(run, ends, self.dstarts, replay=self.replay)
+        self._launch(run, ends, self.dstarts, replay=self.replay and self.replay_beside)
 
     def _launch(self, run: Run, ends: Tensor, dstarts: Tensor, replay: bool) -> None:
         part = slice(run.first, run.last)

@@ -92,6 +92,13 @@ class ForwardRun:
         """Maps of the chosen segments, [n, HV, K, K] fp32."""
         return segment_maps(self.plan, chosen, self.x)
 
+    def leaving(self, segment: int) -> torch.Tensor:
+        """State that a walked segment hands on."""
+        return self.ends[segment]
+
+    def meanwhile(self) -> None:
+        """What waits for no other rank and is not a walk from exchanged states; runs while they are on their way."""
+
     def walk(self, run: Run, starts: torch.Tensor) -> None:
         x, tokens = self.x, slice(run.start, run.end)
         part = list(range(run.first, run.last))
@@ -133,6 +140,12 @@ class BackwardRun:
             bounds(self.plan, chosen, device), None, None, *none, scale=x.scale, use_qk_l2norm=x.l2norm,
         )[-1]  # fmt: skip
         return dict(zip(chosen, dstarts, strict=True))
+
+    def leaving(self, segment: int) -> torch.Tensor:
+        return self.dstarts[segment]
+
+    def meanwhile(self) -> None:
+        """Nothing: the op that walks back replays what it needs."""
 
     def walk(self, run: Run, ends: torch.Tensor) -> None:
         x, tokens = self.x, slice(run.start, run.end)

@@ -7,7 +7,7 @@ compiled graph takes a new pack without recompiling; the ops parse it once per c
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +21,8 @@ from .planner import segment_lengths
 
 _HEADER = 4  # rank, world_size, documents, fragments
 _COLUMNS = 4  # rank, document, start, end
+# Walks in parts overlap the exchange but launch once a part: with more parts than this it is not worth it.
+MOST_RUNS = 6
 
 
 class Segment(NamedTuple):
@@ -43,6 +45,19 @@ class Run(NamedTuple):
     first_chunk: int
     last_chunk: int
     whole: bool  # all segments of the rank
+
+
+class Walks(NamedTuple):
+    """A rank's segments, as runs in the order of their walks."""
+
+    sending: list[Run]  # end in a state that travels, from a state known here: no summary foretells it
+    ready: list[Run]  # wait for no other rank
+    waiting: list[Run]  # start from a state of another rank
+
+    @property
+    def sent(self) -> set[int]:
+        """Segments of `sending`."""
+        return {i for run in self.sending for i in range(run.first, run.last)}
 
 
 def needs_map(s: Segment) -> bool:
@@ -109,6 +124,30 @@ class RankPlan:
             )
             for a, b in out
         ]  # fmt: skip
+
+    @cached_property
+    def forward_walks(self) -> Walks:
+        return self._walks(adjoint=False)
+
+    @cached_property
+    def adjoint_walks(self) -> Walks:
+        return self._walks(adjoint=True)
+
+    def _walks(self, adjoint: bool) -> Walks:
+        """A fragment of one segment that opens the flow of its document is walked before the exchange and sends the
+        state it ends in. Of several segments, summaries are quicker: they end together, the walk then starts with all.
+        """
+        pieces = Counter(s.fragment for s in self.segments)
+        sending, ready, waiting = [], [], []
+        for i, s in enumerate(self.segments):
+            f = self.fragments[s.fragment]
+            enters, leaves = (f.has_succ, f.has_pred) if adjoint else (f.has_pred, f.has_succ)
+            (waiting if enters else sending if leaves and pieces[s.fragment] == 1 else ready).append(i)
+        walks = Walks(self.runs(sending), self.runs(ready), self.runs(waiting))
+        if sum(map(len, walks)) <= MOST_RUNS:
+            return walks
+        everything = self.runs(range(len(self.segments)))
+        return Walks([], [], everything) if waiting else Walks([], everything, [])
 
     @cached_property
     def hops(self) -> int:

@@ -47,7 +47,7 @@ def emulate(seed: int) -> None:
 
 
 def run(case: object, hopper: bool, save_mode: str) -> dict[str, torch.Tensor]:
-    walks.uses_hopper = lambda p: hopper
+    walks.uses_hopper = rank_launch.uses_hopper = lambda p: hopper
     boundaries = torch.tensor(case.boundaries)
     shared = (*case[:6], boundaries, None, None)
     scale = case.q.shape[-1] ** -0.5
