@@ -22,9 +22,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 NEXT = Path(__file__).parent
-VARIANTS = {"main": (), "operands": ("prep_operands",), "two_term": ("two_term_operands",)}
+VARIANTS = {
+    "main": (),
+    "operands": ("prep_operands",),
+    "beside": ("walks_beside",),
+    "two_term": ("two_term_operands",),
+    "all": ("prep_operands", "walks_beside", "two_term_operands"),
+}
 # Variants that change Hopper kernels alone: fewer classes to check, after one small case that may hang.
-HOPPER: tuple[str, ...] = ("operands",)
+HOPPER: tuple[str, ...] = ("operands", "beside", "all")
 SMOKE_SECONDS, CHECK_SECONDS, TIME_SECONDS, TEST_SECONDS, BENCH_SECONDS = 70, 185, 40, 60, 30
 # (dtype, K, V): every row of configs.TABLE, and widths that are padded.
 CLASSES = (
