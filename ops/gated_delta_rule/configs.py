@@ -87,3 +87,8 @@ def walks_for_hopper(
     """
     fits = itemsize == 2 and K == V == 128 and table_floats < 2**31
     return fits and capability == (9, 0) and triton in HOPPER_WALKS_TRITON
+
+
+def operands_for_hopper(itemsize: int, K: int, capability: tuple[int, int], triton: tuple[int, int]) -> bool:
+    """True where `operands_hopper.py` makes tapes, row table and P, False where `prep.py` and `scores.py` do."""
+    return itemsize == 2 and K == 128 and capability == (9, 0) and triton in HOPPER_WALKS_TRITON

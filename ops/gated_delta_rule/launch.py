@@ -9,12 +9,13 @@ import torch
 from ..triton_launch import launch
 from ..varlen import CHUNK
 from .arena import Arena
+from .chunk_gradients import Tapes as GradientTapes
+from .chunk_gradients import chunk_gradients
 from .configs import SM_COUNT, block_width, select
-from .gradients import gradient_kernel
 from .packing_kernels import check_packing_kernel, zero_gradient_tail_kernel, zero_output_tail_kernel
 from .prep import prep_kernel
 from .scores import score_kernel
-from .walks import Chunks, Documents, backward_walks, forward_walk
+from .walks import Chunks, Documents, backward_walks, forward_walk, uses_hopper_operands
 
 Tensor = torch.Tensor
 
@@ -79,6 +80,20 @@ def _prep(p: Problem, q: Tensor, k: Tensor, g: Tensor, beta: Tensor, cu: Tensor 
     )  # fmt: skip
 
 
+def make_operands(
+    p: Problem, q: Tensor, k: Tensor, g: Tensor, beta: Tensor, cu: Tensor | None, offsets: Tensor | None,
+    tapes: tuple[Tensor, ...], table: Tensor, scores: Tensor, scale: float, l2norm: bool, *, inverse: bool,
+) -> None:  # fmt: skip
+    """Everything of the chunks that needs no state: the four tapes (`inverse`), row table and score tiles."""
+    if uses_hopper_operands(p):
+        from .hopper_operands import launch_operands
+
+        return launch_operands(p, q, k, g, beta, cu, offsets, tapes, table, scores, scale, l2norm, inverse)
+    if inverse:
+        _prep(p, q, k, g, beta, cu, offsets, tapes, scale, l2norm)
+    _scores(p, q, k, beta, cu, offsets, tapes, table, scores)
+
+
 def _prep_tapes(p: Problem, arena: Arena | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """gcum, k_rstd, qscale and x: outputs, or temporaries of the arena."""
     shapes = {
@@ -104,21 +119,6 @@ def _scores(p: Problem, q: Tensor, k: Tensor, beta: Tensor, cu: Tensor | None, o
     launch(
         score_kernel, p.chunks * p.H, arguments, p.device, H=p.H, HV=p.HV, K=p.K, BK=block_width(p.K), VARLEN=p.varlen,
         DOT=p.dot, num_warps=4,
-    )  # fmt: skip
-
-
-def _gradients(p: Problem, do: Tensor, q: Tensor, k: Tensor, tapes: tuple[Tensor, ...], table: Tensor, h: Tensor,
-               delta: Tensor, dh: Tensor, cu: Tensor | None, offsets: Tensor | None, gradients: tuple[Tensor, ...],
-               scale: float, l2norm: bool) -> None:  # fmt: skip
-    """Of all that is local to a chunk: `gradients` are dq, dk, dR (which becomes dv), dg and dbeta."""
-    config = select(p.dtype.itemsize, p.K, p.V).gradient
-    arguments = (
-        do, q, k, table, *tapes[1:3], h, delta, dh, cu, offsets, *gradients,
-        scale, 1.0 / scale if scale else 0.0, p.documents, p.T, p.chunks_per_row,
-    )  # fmt: skip
-    launch(
-        gradient_kernel, p.chunks * p.H, arguments, p.device, H=p.H, HV=p.HV, K=p.K, V=p.V, BK=block_width(p.K),
-        BV=config.BV, VARLEN=p.varlen, L2NORM=l2norm, DOT=p.dot, STAGES=config.num_stages, num_warps=config.num_warps,
     )  # fmt: skip
 
 
@@ -148,8 +148,7 @@ def launch_forward(
     else:
         h0 = None if initial_state is None else initial_state.contiguous()
         cu, offsets = _packing(p, cu_seqlens, chunk_offsets)
-        _prep(p, q, k, g, beta, cu, offsets, tapes, scale, use_qk_l2norm)
-        _scores(p, q, k, beta, cu, offsets, tapes, table, scores)
+        make_operands(p, q, k, g, beta, cu, offsets, tapes, table, scores, scale, use_qk_l2norm, inverse=True)
         forward_walk(
             p, Chunks(q, k, v, table, scores, tapes[3]), Documents(p.documents, cu, offsets), h0, o, final, h, delta,
             store_final=output_final_state, store_h=full, output=output,
@@ -199,14 +198,16 @@ def launch_backward(
     h0 = initial_state.contiguous() if has_h0 else None
     dht = None if dfinal_state is None else dfinal_state.contiguous()
     cu, offsets = _packing(p, cu_seqlens, chunk_offsets)
-    if rebuild:
-        _prep(p, q, k, g, beta, cu, offsets, tapes, scale, use_qk_l2norm)
-    _scores(p, q, k, beta, cu, offsets, tapes, table, scores)
+    make_operands(p, q, k, g, beta, cu, offsets, tapes, table, scores, scale, use_qk_l2norm, inverse=rebuild)
+    documents = Documents(p.documents, cu, offsets)
     backward_walks(
-        p, Chunks(q, k, v, table, scores, tapes[3]), Documents(p.documents, cu, offsets), do, dht, h0,
+        p, Chunks(q, k, v, table, scores, tapes[3]), documents, do, dht, h0,
         dh, dv, dh0, h, delta, store_dh0=has_h0, replay=replay,
     )  # fmt: skip
-    _gradients(p, do, q, k, tapes, table, h, delta, dh, cu, offsets, (dq, dk, dv, dg, dbeta), scale, use_qk_l2norm)
+    chunk_gradients(
+        p, GradientTapes(q, k, table, *tapes[1:3], h, delta), documents, do, dh, (dq, dk, dv, dg, dbeta), scale,
+        use_qk_l2norm,
+    )  # fmt: skip
     if p.varlen:
         launch(
             zero_gradient_tail_kernel, SM_COUNT, (cu, dq, dk, dv, dg, dbeta, p.documents, p.T), p.device,

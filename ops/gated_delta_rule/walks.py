@@ -13,7 +13,7 @@ import torch
 
 from ..triton_launch import RELEASE, launch
 from ..varlen import CHUNK
-from .configs import block_width, select, walks_for_hopper
+from .configs import block_width, operands_for_hopper, select, walks_for_hopper
 from .scan import adjoint_kernel, forward_kernel
 
 if TYPE_CHECKING:
@@ -50,6 +50,10 @@ def _capability(device: torch.device) -> tuple[int, int]:
 def uses_hopper(p: Problem) -> bool:
     table_floats = p.chunks * p.HV * 5 * CHUNK
     return walks_for_hopper(p.dtype.itemsize, p.K, p.V, table_floats, _capability(p.device), RELEASE)
+
+
+def uses_hopper_operands(p: Problem) -> bool:
+    return operands_for_hopper(p.dtype.itemsize, p.K, _capability(p.device), RELEASE)
 
 
 def forward_walk(

@@ -9,8 +9,10 @@ from __future__ import annotations
 import torch
 
 from ..gated_delta_rule.arena import Arena
+from ..gated_delta_rule.chunk_gradients import Tapes as GradientTapes
+from ..gated_delta_rule.chunk_gradients import chunk_gradients
 from ..gated_delta_rule.configs import block_width, select
-from ..gated_delta_rule.launch import Problem, _gradients, _packing, _prep, _prep_tapes, _scores, _walk_buffers
+from ..gated_delta_rule.launch import Problem, _packing, _prep_tapes, _walk_buffers, make_operands
 from ..gated_delta_rule.tapes import Tapes
 from ..gated_delta_rule.walks import Chunks, Documents, backward_walks, forward_walk, uses_hopper
 from ..triton_launch import launch
@@ -41,9 +43,10 @@ class _DeviceRun:
         if self.empty:
             return
         self.cu, self.offsets = _packing(p, x.segments, x.chunk_offsets)
-        if rebuild:
-            _prep(p, self.q, self.k, self.g, self.beta, self.cu, self.offsets, self.prep, self.scale, self.l2norm)
-        _scores(p, self.q, self.k, self.beta, self.cu, self.offsets, self.prep, self.table, self.scores)
+        make_operands(
+            p, self.q, self.k, self.g, self.beta, self.cu, self.offsets, self.prep, self.table, self.scores,
+            self.scale, self.l2norm, inverse=rebuild,
+        )  # fmt: skip
 
     def parts(self, chosen: list[int]) -> list[Run]:
         runs = self.plan.runs(chosen)
@@ -162,11 +165,11 @@ class DeviceBackwardRun(_DeviceRun):
         )  # fmt: skip
 
     def gradients(self) -> list[Tensor]:
-        grads = (self.dq, self.dk, self.dv, self.dg, self.dbeta)
+        p = self.p
+        grads = [self.dq, self.dk, self.dv, self.dg, self.dbeta]
         if self.empty:
             return [grad.zero_() for grad in grads]
-        _gradients(
-            self.p, self.do, self.q, self.k, self.prep, self.table, self.h, self.delta, self.dh, self.cu, self.offsets,
-            grads, self.scale, self.l2norm,
-        )  # fmt: skip
-        return list(grads)
+        tapes = GradientTapes(self.q, self.k, self.table, *self.prep[1:3], self.h, self.delta)
+        documents = Documents(p.documents, self.cu, self.offsets)
+        chunk_gradients(p, tapes, documents, self.do, self.dh, tuple(grads), self.scale, self.l2norm)
+        return grads

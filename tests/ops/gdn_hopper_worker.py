@@ -20,7 +20,7 @@ from oracles.gdn import NAMES, make_case, oracle, relative_rms, run_front
 from oracles.gluon_emulator import Descriptor
 
 import ple_gdn
-from ple_gdn.ops.gated_delta_rule import hopper_walks, launch, walks
+from ple_gdn.ops.gated_delta_rule import hopper_gradients, hopper_walks, launch, walks
 from ple_gdn.ops.kcp import gated_delta_rule as ranks
 from ple_gdn.ops.kcp import launch as rank_launch
 from ple_gdn.ops.triton_launch import TensorMap
@@ -44,32 +44,40 @@ def emulate(seed: int) -> None:
     TensorMap.descriptor = lambda self: Descriptor(self.tensor.view(self.shape), self.box.block)
     for name in ("hopper_forward_kernel", "hopper_adjoint_kernel"):
         setattr(hopper_walks, name, Emulated(getattr(hopper_walks, name), seed))
+    kernel = hopper_gradients.hopper_gradient_kernel
+    hopper_gradients.hopper_gradient_kernel = Emulated(kernel, seed)
+    # Fewer CTAs than chunks: each takes several in turn.
+    hopper_gradients.SM_COUNT = 2
 
 
-def run(case: object, hopper: bool, save_mode: str) -> dict[str, torch.Tensor]:
+def run(case: object, hopper: bool, save_mode: str, l2norm: bool = True) -> dict[str, torch.Tensor]:
     walks.uses_hopper = rank_launch.uses_hopper = lambda p: hopper
     boundaries = torch.tensor(case.boundaries)
     shared = (*case[:6], boundaries, None, None)
     scale = case.q.shape[-1] ** -0.5
-    o, final_state, *tapes = launch.launch_forward(*shared, scale, True, True, save_mode)
+    o, final_state, *tapes = launch.launch_forward(*shared, scale, True, l2norm, save_mode)
     chunks = int(((boundaries.diff() + 63) // 64).sum())
     tapes[4] = tapes[4][:chunks] if save_mode == "full" else tapes[4]
     out = dict(zip(("o", "final_state"), (o, final_state), strict=True))
     if save_mode == "full":
         out |= {"h": tapes[4], "delta": tapes[5]}
-    gradients = launch.launch_backward(case.do, case.dfinal_state, *shared, *tapes, scale, True)
+    gradients = launch.launch_backward(case.do, case.dfinal_state, *shared, *tapes, scale, l2norm)
     return out | dict(zip(NAMES[2:], gradients, strict=True))
 
 
-def measure(lengths: tuple[int, ...], save_mode: str, seed: int, trailing: int = 5) -> dict[str, list[float]]:
-    sizes = {"heads": 1, "value_heads": 2, "key_width": 128, "value_width": 128}
-    case = make_case(lengths, trailing=trailing, dtype=torch.float16, **sizes)
+def measure(
+    lengths: tuple[int, ...], save_mode: str, seed: int, heads: int, value_heads: int, l2norm: bool
+) -> dict[str, list[float]]:
+    sizes = {"heads": heads, "value_heads": value_heads, "key_width": 128, "value_width": 128}
+    case = make_case(lengths, trailing=5, dtype=torch.float16, **sizes)
+    if not l2norm:
+        case = case._replace(k=torch.nn.functional.normalize(case.k.float(), dim=-1).half())
     emulate(seed)
-    expected = oracle(case, 128**-0.5, True)
+    expected = oracle(case, 128**-0.5, l2norm)
     # What lies past the last document may be anything: the boxes of the last chunk reach into it.
     for t in (*case[:5], case.do):
         t[:, case.boundaries[-1] :] = float("nan")
-    plain, ours = run(case, False, save_mode), run(case, True, save_mode)
+    plain, ours = run(case, False, save_mode, l2norm), run(case, True, save_mode, l2norm)
     errors = {n: [relative_rms(r[n], expected[n]) for r in (plain, ours)] for n in NAMES}
     return errors | {n: [0.0, relative_rms(ours[n], plain[n].double())] for n in plain if n not in NAMES}
 
@@ -98,5 +106,8 @@ def measure_segments(lengths: tuple[int, ...], seed: int) -> dict[str, list[floa
 if __name__ == "__main__":
     torch.set_num_threads(1)
     lengths = tuple(map(int, sys.argv[1].split(",")))
-    mode, seed = sys.argv[2], int(sys.argv[3])
-    print(json.dumps(measure_segments(lengths, seed) if mode == "segments" else measure(lengths, mode, seed)))
+    mode, seed, heads, value_heads, l2norm = sys.argv[2], *map(int, sys.argv[3:])
+    if mode == "segments":
+        print(json.dumps(measure_segments(lengths, seed)))
+    else:
+        print(json.dumps(measure(lengths, mode, seed, heads, value_heads, bool(l2norm))))

@@ -54,9 +54,8 @@ class Silent:
 def launch(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The CUDA launchers on CPU tensors: their own allocations and arena, no kernel."""
     pytest.importorskip("triton")
-    modules = [
-        importlib.import_module(f"ple_gdn.ops.gated_delta_rule.{n}") for n in ("launch", "walks", "hopper_walks")
-    ]
+    names = ("launch", "walks", "hopper_walks", "chunk_gradients", "hopper_gradients")
+    modules = [importlib.import_module(f"ple_gdn.ops.gated_delta_rule.{name}") for name in names]
     for module in modules:
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, Silent())

@@ -29,17 +29,20 @@ PACKAGE = "ple_gdn.ops.gated_delta_rule"
 
 
 @pytest.mark.parametrize(
-    ("lengths", "save_mode"),
+    ("lengths", "save_mode", "heads", "l2norm"),
     [
-        ("66,0,1", "full"),
-        ("70,0", "segments"),
-        pytest.param("193,0,1,64,128,63", "light", marks=pytest.mark.slow),
-        pytest.param("0,150", "segments", marks=pytest.mark.slow),
+        ("66,0,1", "full", (1, 2), True),
+        ("70,0", "segments", (1, 1), True),
+        pytest.param("193,0,1,64,128,63", "light", (1, 2), True, marks=pytest.mark.slow),
+        pytest.param("3,66", "light", (2, 6), False, marks=pytest.mark.slow),
+        pytest.param("0,150", "segments", (1, 1), True, marks=pytest.mark.slow),
     ],
 )
-def test_the_emulated_walks_are_as_exact_as_the_plain_ones(lengths: str, save_mode: str) -> None:
+def test_the_emulated_kernels_are_as_exact_as_the_plain_ones(
+    lengths: str, save_mode: str, heads: tuple[int, int], l2norm: bool
+) -> None:
     run = subprocess.run(
-        [sys.executable, str(WORKER), lengths, save_mode, "1"],
+        [sys.executable, str(WORKER), lengths, save_mode, "1", *map(str, heads), str(int(l2norm))],
         capture_output=True, text=True, timeout=300, env={**os.environ, "TRITON_INTERPRET": "1"},
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-2000:]

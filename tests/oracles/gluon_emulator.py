@@ -163,6 +163,10 @@ class Product:
     def early(self, *_: object) -> Any:
         raise Hazard("an accumulator is used before its product was waited for")
 
+    @classmethod
+    def __torch_function__(cls, *_: object) -> Any:
+        raise Hazard("an accumulator is used before its product was waited for")
+
     to = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = early
 
 

@@ -21,10 +21,17 @@ def _store(pointer: Pointer, value: torch.Tensor, mask: Any = None) -> None:
     pointer.flat[where[inside]] = value.to(pointer.flat.dtype).expand(where.shape)[inside]
 
 
-def _language(machine: Machine) -> types.SimpleNamespace:
+def _assembly(text: str, constraints: str, arguments: list[torch.Tensor], **_: Any) -> torch.Tensor:
+    (x,) = arguments
+    return {"ex2": torch.exp2, "mov": torch.clone}[text[:3]](x)
+
+
+def _language(machine: Machine, grid: int) -> types.SimpleNamespace:
     return types.SimpleNamespace(
         constexpr=lambda x: x, load=_load, store=_store, where=torch.where, exp=torch.exp, minimum=min, maximum=max,
-        program_id=lambda axis: machine.program, cast=lambda x, dtype: x, convert_layout=lambda x, layout: x,
+        program_id=lambda axis: machine.program, num_programs=lambda axis: grid, cast=lambda x, dtype: x,
+        convert_layout=lambda x, layout: x, sum=torch.sum, inline_asm_elementwise=_assembly,
+        associative_scan=lambda x, axis, add, reverse: x.flip(axis).cumsum(axis).flip(axis),
         arange=lambda a, b, layout=None: torch.arange(a, b), static_range=range, zeros_like=torch.zeros_like,
         zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
         SliceLayout=lambda dim, parent: None, allocate_shared_memory=machine.allocate,
@@ -32,14 +39,15 @@ def _language(machine: Machine) -> types.SimpleNamespace:
     )  # fmt: skip
 
 
-def _names(machine: Machine) -> dict[str, Any]:
+def _names(machine: Machine, grid: int) -> dict[str, Any]:
     """What a kernel's module knows besides `gl`."""
     barriers = types.SimpleNamespace(
         init=machine.init, arrive=machine.arrive, expect=machine.expect, MBarrierLayout=lambda: "mbarrier",
         wait=lambda barrier, parity: machine.wait(barrier.only(), int(parity)),
     )  # fmt: skip
     return {
-        "gl": _language(machine), "mbarrier": barriers, "tma": types.SimpleNamespace(store_wait=machine.store_wait),
+        "gl": _language(machine, grid), "mbarrier": barriers,
+        "tma": types.SimpleNamespace(store_wait=machine.store_wait),
         "fence_async_shared": lambda: None, "thread_barrier": machine.step, "copy_in": machine.copy_in,
         "copy_out": machine.copy_out, "warpgroup_mma": machine.mma, "warpgroup_mma_wait": machine.mma_wait,
     }  # fmt: skip
@@ -54,8 +62,10 @@ def run(kernel: Any, grid: int, arguments: dict[str, Any], seed: int = 0) -> Non
         for value in list(source.values()):
             if isinstance(getattr(value, "fn", None), types.FunctionType):
                 world.update(value.fn.__globals__)
-        world.update({**source, **_names(Machine(seed * 7919 + program, program))})
+        world.update({**source, **_names(Machine(seed * 7919 + program, program), grid)})
         for name, value in list(world.items()):
+            if type(value).__name__ == "constexpr" and isinstance(value.value, int):
+                world[name] = value.value
             body = getattr(value, "fn", None)
             if isinstance(body, types.FunctionType):
                 world[name] = types.FunctionType(body.__code__, world, name, body.__defaults__)

@@ -1,0 +1,34 @@
+"""Launch of the Hopper operand kernel. Gluon is imported only by a call that takes it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..triton_launch import launch
+from .operands_hopper import hopper_operands_kernel
+
+if TYPE_CHECKING:
+    from .launch import Problem
+
+Tensor = torch.Tensor
+# One CTA of 4 warps inverts four value heads of a q/k head. Three share a multiprocessor: 67,584 bytes, 168 registers.
+HEADS = 4
+
+
+def launch_operands(
+    p: Problem, q: Tensor, k: Tensor, g: Tensor, beta: Tensor, cu: Tensor | None, offsets: Tensor | None,
+    tapes: tuple[Tensor, ...], table: Tensor, scores: Tensor, scale: float, l2norm: bool, inverse: bool,
+) -> None:  # fmt: skip
+    """See `launch.make_operands`. Rows are copied in pieces of 16 bytes: a view that starts elsewhere is cloned."""
+    q, k = (t if t.data_ptr() % 16 == 0 else t.clone() for t in (q, k))
+    parts = -(-p.HV // p.H // HEADS)
+    arguments = (
+        q, k, g if inverse else None, beta, cu, offsets, *tapes[:3], tapes[3] if inverse else None, table, scores,
+        scale, p.documents, p.T, p.chunks_per_row,
+    )  # fmt: skip
+    launch(
+        hopper_operands_kernel, p.chunks * p.H * parts, arguments, p.device, H=p.H, HV=p.HV, VARLEN=p.varlen,
+        L2NORM=l2norm and inverse, INVERSE=inverse, num_warps=4, maxnreg=168,
+    )  # fmt: skip
