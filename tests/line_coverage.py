@@ -95,13 +95,13 @@ class LineCoverage:
                 return (yield)
             finally:
                 # Set by the "subprocess" patch at every start; processes of other tests must not see it.
-                os.environ.pop("COVERAGE_PROCESS_CONFIG")
+                os.environ.pop("COVERAGE_PROCESS_CONFIG", None)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         with self.coverage.collect():
             subprocess.run([sys.executable, "-c", IMPORT_EVERYTHING], cwd=self.folder.name, check=True)
-        os.environ.pop("COVERAGE_PROCESS_CONFIG")
+        os.environ.pop("COVERAGE_PROCESS_CONFIG", None)
         self.coverage.save()
         self.coverage.combine([self.folder.name])
         table = io.StringIO()
