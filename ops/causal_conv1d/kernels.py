@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from ..ple.kernels_common import MINUS_LOG2_E, _boundaries_are_bad, _channels, _row_offset
+from ..triton_rounding import reciprocal, rounded
 
 # What the documents are: all rows, the rows of each batch element, or as `cu_seqlens` says.
 ONE_DOCUMENT = tl.constexpr(0)
@@ -99,7 +100,7 @@ def _convolve(window, taps, bias, i: tl.constexpr, K: tl.constexpr, HAS_BIAS: tl
         y = tl.fma(window[i + K - 1 - shift], taps[K - 1 - shift], y)
     if HAS_BIAS:
         y += bias
-    return y.to(DTYPE).to(tl.float32)
+    return rounded(y, DTYPE)
 
 
 @triton.jit
@@ -132,7 +133,7 @@ def _walk(
         for i in tl.static_range(R):
             out = _convolve(window, taps, bias, i, K, HAS_BIAS, DTYPE)
             if SILU:
-                out = out / (1.0 + tl.exp2(out * MINUS_LOG2_E))
+                out = out * reciprocal(1.0 + tl.exp2(out * MINUS_LOG2_E))
             offset = (at + i).to(tl.int64) * D
             tl.store(y + c + offset, out.to(DTYPE).to(y.dtype.element_ty), mask=_channels(c, at + i < end, D))
         ring = _tail(window, K - 1, R)

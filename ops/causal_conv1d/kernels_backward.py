@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..triton_rounding import reciprocal, rounded
 from .kernels import (
     MINUS_LOG2_E,
     PACKED,
@@ -40,8 +41,8 @@ def _before_activation(
     """g, rounded to DTYPE, of row K - 1 + i of `window` from its dy."""
     if SILU:
         y = _convolve(window, taps, bias, i, K, HAS_BIAS, DTYPE)
-        sigmoid = 1.0 / (1.0 + tl.exp2(y * MINUS_LOG2_E))
-        return (dy * sigmoid * tl.fma(y, 1.0 - sigmoid, 1.0)).to(DTYPE).to(tl.float32)
+        sigmoid = reciprocal(1.0 + tl.exp2(y * MINUS_LOG2_E))
+        return rounded(dy * sigmoid * tl.fma(y, 1.0 - sigmoid, 1.0), DTYPE)
     return dy
 
 

@@ -10,19 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-# The interpreter runs no inline PTX.
-INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-
-
-@triton.jit
-def _round(x, DTYPE: tl.constexpr):
-    """fp32 rounded to DTYPE and back. BF16: the packed conversion over a zero is the rounded fp32, at the rate of a
-    product; the single one runs on the unit of exp and reciprocal, at a quarter of it."""
-    if (tl.bfloat16 == DTYPE) & (not INTERPRETED):
-        return tl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $1, 0f00000000;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    return x.to(DTYPE).to(tl.float32)
+from ..triton_rounding import INTERPRETED, rounded
 
 
 @triton.jit
@@ -40,15 +28,15 @@ def _gate(x, DTYPE: tl.constexpr):
             "fma.rn.f32 t, t, 0f3E800000, 0f3E800000; rcp.approx.ftz.f32 t, t; mul.f32 $0, t, 0f3E800000; }",
             "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1,
         )  # fmt: skip
-        return _round(y, DTYPE)
-    return _round(_sigmoid(x), DTYPE)
+        return rounded(y, DTYPE)
+    return rounded(_sigmoid(x), DTYPE)
 
 
 @triton.jit
 def down_kernel(x, y, size, reciprocal, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     m = i < size
-    scaled = _round(tl.load(x + i, mask=m, other=0.0).to(tl.float32) * reciprocal, x.dtype.element_ty)
+    scaled = rounded(tl.load(x + i, mask=m, other=0.0).to(tl.float32) * reciprocal, x.dtype.element_ty)
     tl.store(y + i, tl.div_rn(scaled, 1.0 + libdevice.exp(-scaled)), mask=m)
 
 
@@ -57,10 +45,10 @@ def down_backward_kernel(dy, x, dx, size, reciprocal, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     m = i < size
     dtype: tl.constexpr = x.dtype.element_ty
-    scaled = _round(tl.load(x + i, mask=m, other=0.0).to(tl.float32) * reciprocal, dtype)
+    scaled = rounded(tl.load(x + i, mask=m, other=0.0).to(tl.float32) * reciprocal, dtype)
     gate = _sigmoid(scaled)
     d = tl.load(dy + i, mask=m, other=0.0).to(tl.float32) * gate * tl.fma(scaled, 1.0 - gate, 1.0)
-    tl.store(dx + i, _round(d, dtype) * reciprocal, mask=m)
+    tl.store(dx + i, rounded(d, dtype) * reciprocal, mask=m)
 
 
 @triton.jit
@@ -76,7 +64,7 @@ def mix_kernel(up, normed, y, width, reciprocal, N: tl.constexpr, BLOCK: tl.cons
         for n in tl.static_range(first, N, 4):
             i = (row * N + n) * width + c
             gate = _gate(tl.load(up + i, mask=m, other=0.0).to(tl.float32), up.dtype.element_ty)
-            part += _round(gate * tl.load(normed + i, mask=m, other=0.0).to(tl.float32), dtype)
+            part += rounded(gate * tl.load(normed + i, mask=m, other=0.0).to(tl.float32), dtype)
         total = part if first == 0 else total + part
     tl.store(y + row * width + c, total * reciprocal, mask=m)
 
@@ -88,15 +76,15 @@ def mix_backward_kernel(dy, up, normed, dup, dnormed, width, reciprocal, N: tl.c
     m = c < width
     dtype: tl.constexpr = dy.dtype.element_ty
     gate_dtype: tl.constexpr = up.dtype.element_ty
-    d = _round(tl.load(dy + row * width + c, mask=m, other=0.0).to(tl.float32) * reciprocal, dtype)
+    d = rounded(tl.load(dy + row * width + c, mask=m, other=0.0).to(tl.float32) * reciprocal, dtype)
     for n in tl.static_range(N):
         i = (row * N + n) * width + c
         gate = _gate(tl.load(up + i, mask=m, other=0.0).to(tl.float32), gate_dtype)
-        dgate = _round(_round(d * tl.load(normed + i, mask=m, other=0.0).to(tl.float32), dtype), gate_dtype)
+        dgate = rounded(rounded(d * tl.load(normed + i, mask=m, other=0.0).to(tl.float32), dtype), gate_dtype)
         # sigmoid_backward computes in the 16-bit type on CUDA: each step rounds.
-        slope = _round(dgate * _round(1.0 - gate, gate_dtype), gate_dtype)
+        slope = rounded(dgate * rounded(1.0 - gate, gate_dtype), gate_dtype)
         tl.store(dup + i, slope * gate, mask=m)
-        tl.store(dnormed + i, _round(d * gate, dtype), mask=m)
+        tl.store(dnormed + i, rounded(d * gate, dtype), mask=m)
 
 
 @triton.jit
@@ -109,7 +97,7 @@ def inject_kernel(
     h = tl.load(hidden + row * width + c, mask=m, other=0.0).to(tl.float32)
     for n in tl.static_range(N):
         i = (row * N + n) * width + c
-        product = _round(h * tl.load(weights + row * N + n).to(tl.float32), PRODUCT)
+        product = rounded(h * tl.load(weights + row * N + n).to(tl.float32), PRODUCT)
         tl.store(y + i, tl.load(hyper + i, mask=m, other=0.0).to(tl.float32) + product, mask=m)
 
 
@@ -126,16 +114,16 @@ def inject_backward_kernel(
         for first in tl.static_range(4):
             part = tl.zeros([BLOCK], tl.float32)
             for n in tl.static_range(first, N, 4):
-                d = _round(tl.load(dy + (row * N + n) * width + c, mask=m, other=0.0).to(tl.float32), PRODUCT)
-                part += _round(d * tl.load(weights + row * N + n).to(tl.float32), PRODUCT)
+                d = rounded(tl.load(dy + (row * N + n) * width + c, mask=m, other=0.0).to(tl.float32), PRODUCT)
+                part += rounded(d * tl.load(weights + row * N + n).to(tl.float32), PRODUCT)
             total = part if first == 0 else total + part
-        tl.store(dhidden + row * width + c, _round(total, PRODUCT), mask=m)
+        tl.store(dhidden + row * width + c, rounded(total, PRODUCT), mask=m)
     for n in tl.static_range(N):
         sums = tl.zeros([BLOCK], tl.float32)
         for start in range(0, width, BLOCK):
             c = start + tl.arange(0, BLOCK)
             m = c < width
-            d = _round(tl.load(dy + (row * N + n) * width + c, mask=m, other=0.0).to(tl.float32), PRODUCT)
+            d = rounded(tl.load(dy + (row * N + n) * width + c, mask=m, other=0.0).to(tl.float32), PRODUCT)
             h = tl.load(hidden + row * width + c, mask=m, other=0.0).to(tl.float32)
-            sums += _round(d * h, PRODUCT)
-        tl.store(dweights + row * N + n, _round(tl.sum(sums, 0), PRODUCT))
+            sums += rounded(d * h, PRODUCT)
+        tl.store(dweights + row * N + n, rounded(tl.sum(sums, 0), PRODUCT))

@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..triton_rounding import reciprocal
+
 # First row of the document of a row that belongs to none: never <= the row.
 NO_DOCUMENT = tl.constexpr(2**31 - 1)
 # How a walker receives a tensor: as it is, or viewed as int32 pairs of bf16 or fp16 elements.
@@ -20,8 +22,6 @@ FP16_PAIRS = tl.constexpr(2)
 # The folded taps carry this factor, so a walker's sums are z = -log2(e) y and exp2 takes them as they are.
 MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
 MINUS_LN_2 = tl.constexpr(-0.6931471805599453)
-# The interpreter runs no inline PTX.
-INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 @triton.jit
@@ -84,10 +84,7 @@ def _sigmoid(y):
 @triton.jit
 def _scaled_sigmoid(z):
     """sigmoid(y) / -log2(e) of z = -log2(e) y: exp2, fma, reciprocal. 0 where exp2 overflows."""
-    x = tl.fma(tl.exp2(z), MINUS_LOG2_E, MINUS_LOG2_E)
-    if INTERPRETED:
-        return 1.0 / x
-    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return reciprocal(tl.fma(tl.exp2(z), MINUS_LOG2_E, MINUS_LOG2_E))
 
 
 @triton.jit
