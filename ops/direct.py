@@ -6,11 +6,14 @@ function), as much as a forward of the gated delta rule over 4,096 tokens takes 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterable
 
 import torch
 from torch.autograd import forward_ad
+
+from .schemas import NAMESPACE
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -20,7 +23,22 @@ def _plain_keys(device_type: str) -> int | None:
     """Dispatch keys of a plain tensor; None for devices on which an op has no implementation of its own (meta)."""
     if device_type not in ("cpu", "cuda"):
         return None
-    return torch._C._dispatch_keys(torch.empty(0, device=device_type)).raw_repr()
+    with torch.inference_mode(False):  # a first call in inference mode would make an inference tensor
+        return torch._C._dispatch_keys(torch.empty(0, device=device_type)).raw_repr()
+
+
+_KEY = torch._C.DispatchKey
+_ALWAYS = torch._C.DispatchKeySet(_KEY.BackendSelect)
+# Keys that a thread adds to every call when nothing is going on: the second set is that of inference mode.
+_ORDINARY = ((_ALWAYS | torch._C.DispatchKeySet(_KEY.ADInplaceOrView)).raw_repr(), _ALWAYS.raw_repr())
+
+
+def _ordinary_thread() -> bool:
+    """False where the thread adds keys (pre-dispatch tracing: no mode is on a stack that C knows) or, with gradients
+    enabled, takes autograd away (the body of somebody's op, whose outputs get no graph of their own)."""
+    if torch._C._dispatch_tls_local_include_set().raw_repr() not in _ORDINARY:
+        return False
+    return not (torch.is_grad_enabled() and torch._C._dispatch_tls_is_dispatch_key_excluded(_KEY.AutogradFunctionality))
 
 
 def unobserved(tensors: Iterable[torch.Tensor | None]) -> bool:
@@ -36,6 +54,7 @@ def unobserved(tensors: Iterable[torch.Tensor | None]) -> bool:
         or torch._C._get_tracing_state() is not None
         or forward_ad._current_level >= 0
         or torch._C._autograd._profiler_enabled()
+        or not _ordinary_thread()
     ):
         return False
     for t in tensors:
@@ -44,3 +63,9 @@ def unobserved(tensors: Iterable[torch.Tensor | None]) -> bool:
         if type(t) not in _PLAIN or torch._C._dispatch_keys(t).raw_repr() != _plain_keys(t.device.type):
             return False
     return True
+
+
+def recorded(name: str) -> contextlib.AbstractContextManager:
+    """Shows a direct call by the op's name to observers of which this thread knows nothing: a profiler that records
+    all threads, or one that was started from outside of the process."""
+    return torch._C._profiler._RecordFunctionFast(f"{NAMESPACE}::{name}")

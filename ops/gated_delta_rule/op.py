@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from ..direct import unobserved
+from ..direct import recorded, unobserved
 from ..kcp.context import KcpContext
 from ..kcp.fronts import check_context, gated_delta_rule_over_ranks
 from ..register import register_op
@@ -202,12 +202,15 @@ def _autograd(
 gated_delta_rule_op.register_autograd(_autograd, setup_context=_setup_context)
 
 
-class _Direct(torch.autograd.Function):
-    """The op without the dispatcher: the same implementation and formula. Tapes are saved and not returned."""
+class GatedDeltaRule(torch.autograd.Function):
+    """The op without the dispatcher: the same implementation and formula. Tapes are saved and not returned.
+
+    Named for its node, `GatedDeltaRuleBackward`, which anomaly mode and graph printers show.
+    """
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, options: dict[str, object], *tensors: torch.Tensor | None):
-        with torch._C._DisableAutocast():
+        with recorded("gated_delta_rule"), torch._C._DisableAutocast():
             output = _forward_impl(*tensors, **options)
         _setup_context(ctx, tensors, options, output)
         return output[:2]
@@ -217,13 +220,21 @@ class _Direct(torch.autograd.Function):
         return (None, *_autograd(ctx, *grads))
 
 
+def _as_the_schema_has(options: dict[str, object]) -> dict[str, object]:
+    """Types of the schema, as the dispatcher hands them on: kernels are compiled for the type of a number."""
+    scale, flags = options["scale"], ("output_final_state", "use_qk_l2norm")
+    converted = {name: bool(options[name]) for name in flags}
+    return {**options, **converted, "scale": None if scale is None else float(scale)}
+
+
 def _run(*tensors: torch.Tensor | None, **options: object) -> tuple[torch.Tensor, ...]:
     """Output and final state of the op, and its tapes where it went through the dispatcher."""
     if not unobserved(tensors):
         return torch.ops.ple_gdn.gated_delta_rule(*tensors, **options)
+    options = _as_the_schema_has(options)
     if torch.is_grad_enabled():
-        return _Direct.apply(options, *tensors)
-    with torch._C._DisableAutocast():
+        return GatedDeltaRule.apply(options, *tensors)
+    with recorded("gated_delta_rule"), torch._C._DisableAutocast():
         return _forward_impl(*tensors, **options)
 
 
@@ -231,7 +242,7 @@ def _run_backward(*tensors: torch.Tensor | None, **options: object) -> tuple[tor
     """The backward op. With create_graph it is one for certain: the op says that it has no derivative."""
     if torch.is_grad_enabled() or not unobserved(tensors):
         return torch.ops.ple_gdn.gated_delta_rule_backward(*tensors, **options)
-    with torch._C._DisableAutocast():
+    with recorded("gated_delta_rule_backward"), torch._C._DisableAutocast():
         return _backward_impl(*tensors, **options)
 
 

@@ -64,17 +64,22 @@ def test_what_a_kernel_is_compiled_for_is_compiled_again() -> None:
     kernel, x = Kernel(), torch.zeros(64)
     go(kernel, x, x)
     others = (
-        (x.bfloat16(), x), (x, x.long()), (x[1:], x), (x, x[1:]), (x, None), (None, x), (x, x, 1.5),
+        (x.bfloat16(), x), (x, x.long()), (x[1:], x), (x, x[1:]), (x, None), (None, x), (x, x, 1.5), (x, x, True),
+        (x, x, 2**31), (x, x, 2**63),
     )  # fmt: skip
     for arguments in others:
         go(kernel, *arguments)
-    for constants in ({"WIDTH": 128}, {"FLAG": False}, {"num_warps": 8}, {"maxnreg": 128}):
+    different = ({"WIDTH": 128}, {"FLAG": False}, {"FLAG": 1}, {"num_warps": 8}, {"maxnreg": 128})
+    for constants in different:
         go(kernel, x, x, **constants)
     go(Kernel(), x, x)
-    assert kernel.compiled == 1 + len(others) + 4
+    assert kernel.compiled == 1 + len(others) + len(different)
     assert kernel.calls == []
     go(kernel, torch.nn.Parameter(x), x[4:])
-    assert kernel.compiled == 1 + len(others) + 4
+    go(kernel, x[:0], x, 2**31 - 1)
+    go(kernel, x, x, -(2**31))
+    go(kernel, x, x, 2**40)
+    assert kernel.compiled == 1 + len(others) + len(different)
 
 
 def test_a_profilers_hooks_see_every_launch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +91,7 @@ def test_a_profilers_hooks_see_every_launch(monkeypatch: pytest.MonkeyPatch) -> 
     assert (kernel.compiled, kernel.calls) == (3, [])
 
 
-def test_a_number_that_triton_would_specialise_on_and_a_subclass_are_refused() -> None:
+def test_what_the_key_cannot_tell_apart_is_refused() -> None:
     class Sub(torch.Tensor):
         pass
 
@@ -95,6 +100,8 @@ def test_a_number_that_triton_would_specialise_on_and_a_subclass_are_refused() -
         go(Kernel(specialized=("n",)), x, x)
     with pytest.raises(TypeError, match="kernel: expected a plain tensor for y_ptr, got Sub"):
         go(Kernel(), x, x.as_subclass(Sub))
+    with pytest.raises(TypeError, match="kernel: expected WIDTH to be an argument, not a constant, as it is a float"):
+        go(Kernel(), x, x, WIDTH=0.0)
 
 
 def test_a_kernel_that_compiles_nothing_is_called_every_time() -> None:
