@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -114,3 +115,63 @@ def test_a_kernel_that_compiles_nothing_is_called_every_time() -> None:
     for _ in range(2):
         triton_launch.launch(Interpreted(), 4, (None, 1), CPU, WIDTH=2)
     assert seen == [((4,), (None, 1), {"WIDTH": 2})] * 2
+
+
+def test_a_tensor_map_is_found_again_by_address_geometry_and_what_it_is_encoded_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[tuple[Any, ...]] = []
+
+    def encode(a: triton_launch.TensorMap, how: Any) -> list[Any]:
+        made.append((a.tensor.data_ptr(), a.tensor.dtype, a.shape, how["box"]))
+        return [len(made), *a.shape]
+
+    monkeypatch.setattr(triton_launch, "_maps", {})
+    monkeypatch.setattr(triton_launch, "_encode", encode)
+    monkeypatch.setattr(triton_launch, "RELEASE", (3, 6))
+    monkeypatch.setattr(triton_launch, "_direct", lambda compiled: (compiled.run, ()))
+
+    class Mapped(Kernel):
+        """Compiled for a box: what says how to encode is new with everything that is compiled."""
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+            def first(x: Any, *arguments: Any, **constants: Any) -> Any:
+                compiled = Kernel.__getitem__(self, grid)(x, *arguments, **constants)
+                compiled.metadata = types.SimpleNamespace(tensordesc_meta=[{"box": x}])
+                return compiled
+
+            return first
+
+    monkeypatch.setattr(triton_launch.TensorMap, "descriptor", lambda a: a.box.block)
+    kernel, small, large = Mapped(), triton_launch.Box((8,), None), triton_launch.Box((16,), None)
+    memory = torch.zeros(64)
+    address = memory.data_ptr()
+
+    def mapped(tensor: torch.Tensor, shape: tuple[int, ...], box: triton_launch.Box = small) -> None:
+        go(kernel, triton_launch.TensorMap(tensor, shape, box), None)
+
+    again = memory.view(torch.int32)  # the same memory as another tensor, of another type
+    for _ in range(3):
+        mapped(memory, (64,))
+        mapped(memory.view(8, 8), (64,))
+        mapped(memory, (8, 8))
+        mapped(again, (64,))
+        mapped(memory[4:], (60,))
+        mapped(memory, (64,), large)
+    assert made == [
+        (address, torch.float32, (64,), (8,)),
+        (address, torch.float32, (8, 8), (8,)),
+        (address + 16, torch.float32, (60,), (8,)),
+        (address, torch.int32, (64,), (8,)),
+        (address, torch.float32, (64,), (16,)),
+    ]
+    assert kernel.compiled == 3
+    assert {call[4] for call in kernel.calls} == {1, 2, 3, 4, 5}
+
+    monkeypatch.setattr(triton_launch, "MOST_MAPS", 6)
+    for rows in range(1, 20):
+        mapped(memory, (rows,))
+        assert len(triton_launch._maps) <= 6
+    owner = weakref.ref(memory)
+    del memory, again
+    assert owner() is None
