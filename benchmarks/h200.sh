@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # What has to run on an H200, in calls below ten minutes each: benchmarks/h200.sh PART OUT
-#   one   CUDA tests of PLE, gated residual, tapes and convolution side by side with the fuzzers; then timings, alone (1 GPU, 8.5 min)
+#   one   CUDA tests of PLE, gated residual, tapes and convolution side by side; then timings, alone (1 GPU, 8 min)
+#   fuzz  2,000 cases of each fuzzer (1 GPU, 9 min)
 #   gdn   the gated delta rule and its patches in benchmarks/next: checks, then timings (1 GPU, 8 min)
 #   next  the patches for PLE and for segments, then the decoder layer (1 GPU, 9 min)
 #   san   compute-sanitizer over small calls of each op (1 GPU, 3 min): nothing else beside it, a dozen compilers run at once
@@ -8,7 +9,7 @@
 # Each job has a limit of its own; the table comes last. Logs and results end in OUT/h200-PART.tgz. Exit status 1 if a job failed.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-part=${1:?one, gdn, next, san or two} out=${2:?folder for logs and results}
+part=${1:?one, fuzz, gdn, next, san or two} out=${2:?folder for logs and results}
 mkdir -p "$out/logs" "$out/results"
 touch "$out/began"
 export NCCL_NVLS_ENABLE=0 PYTHONUNBUFFERED=1
@@ -46,15 +47,19 @@ one)
     for op in ple ple_bars gated_residual tape_reuse causal_conv1d; do
         job 180 "test_$op" $python -P -m pytest -p no:cacheprovider -q "tests/cuda/test_${op}_cuda.py"
     done
-    for op in gdn ple gated_residual; do
-        job 180 "fuzz_$op" $python "tests/fuzz/fuzz_$op.py" --cases 2000 --seed 1 --device cuda --workers 16
-    done
     settle
     # Timings never share the GPU.
     job 120 bench_ple $python benchmarks/bench_ple.py && settle
     job 80 bench_mix $python benchmarks/bench_gated_residual.py --cases mix inject --rows 32768 --csv "$out/results/gated_residual.csv" && settle
     job 100 bench_tapes $python benchmarks/bench_tape_reuse.py --out "$out/results/tape_reuse_h200.json" && settle
     job 30 bench_conv $python benchmarks/bench_causal_conv1d.py --out "$out/results/causal_conv1d_h200.json" && settle
+    ;;
+fuzz)
+    # More processes are slower: they share the GPU in turns, and a machine of two GPUs adds memory at 3 GB/s.
+    job 170 fuzz_gated_residual $python tests/fuzz/fuzz_gated_residual.py --cases 2000 --seed 1 --device cuda --workers 4 && settle
+    job 540 fuzz_gdn $python tests/fuzz/fuzz_gdn.py --cases 2000 --seed 1 --device cuda --workers 6
+    job 540 fuzz_ple $python tests/fuzz/fuzz_ple.py --cases 2000 --seed 1 --device cuda --workers 4
+    settle
     ;;
 gdn)
     job 540 validate_gdn $python benchmarks/next/validate_gdn.py --out "$out/results" && settle
