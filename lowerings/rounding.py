@@ -23,6 +23,7 @@ from torch._inductor.ops_handler import OpsHandler
 from torch._inductor.virtualized import ops
 from torch.utils._pytree import tree_map
 
+from ..ops import ptx
 from ..ops.validation import LOW_PRECISION
 
 aten = torch.ops.aten
@@ -42,13 +43,10 @@ def round_value(value: Any, dtype: torch.dtype, device: torch.device) -> Any:
     C++: the code generator merges the cast with that of a store of the same value and hands later readers the
     unrounded fp32 (2,792 of 16,448 elements wrong); a product with one keeps them apart. Triton: LLVM narrows a rounded
     product of two 16-bit values to a 16-bit product, then contracts it with a following fp32 sum to an unrounded fused
-    multiply-add (23 % of injections wrong); it cannot look through assembly. For BF16 that is the packed conversion
-    over a zero, whose result is the rounded fp32, at the rate of a product: the single one (F2F) runs on the unit of
-    exp and reciprocal at a quarter of it, and with them took .9 of the 1.08 ms of a mix forward and backward.
+    multiply-add (23 % of injections wrong); it cannot look through assembly: BF16's conversion itself, a move for FP16.
     """
     if dtype == torch.bfloat16 and _is_nvidia(device):
-        asm = "cvt.rn.bf16x2.f32 $0, $1, 0f00000000;"
-        return ops.inline_asm_elementwise(value, asm=asm, constraints="=f,f", dtype=torch.float32)
+        return ops.inline_asm_elementwise(value, asm=ptx.ROUND_TO_BF16, constraints="=f,f", dtype=torch.float32)
     narrow = ops.to_dtype(ops.to_dtype(value, dtype, use_compute_types=False), dtype)
     if _is_nvidia(device):
         return ops.inline_asm_elementwise(narrow, asm="mov.b32 $0, $1;", constraints="=f,f", dtype=torch.float32)
@@ -98,18 +96,11 @@ def _sigmoid(device: torch.device, x: Any) -> Any:
     return _divide(device, _one(), ops.add(_one(), ops.exp(ops.neg(x))))
 
 
-FAST_SIGMOID = (
-    "{ .reg .f32 t; mul.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t; fma.rn.f32 t, t, 0f3E800000, 0f3E800000; "
-    "rcp.approx.ftz.f32 t, t; mul.f32 $0, t, 0f3E800000; }"
-)
-"""1 / (1 + exp(-x)) as .25 / (.25 + .25 exp2(-log2(e) x)), a normal quotient where sigmoid is none (x < -87.3)."""
-
-
 def _eager_sigmoid(device: torch.device, dtype: torch.dtype) -> Values:
     # BF16 is too coarse to show exp2 and reciprocal as the hardware gives them (0 of 65,536 codes); FP16 shows Triton's
     # fast exp and division in 2. The accurate ones made a mix forward and backward 24 % slower.
     if dtype == torch.bfloat16 and _is_nvidia(device):
-        return lambda x: ops.inline_asm_elementwise(x, asm=FAST_SIGMOID, constraints="=f,f", dtype=torch.float32)
+        return lambda x: ops.inline_asm_elementwise(x, asm=ptx.SIGMOID, constraints="=f,f", dtype=torch.float32)
     return lambda x: _sigmoid(device, x)
 
 

@@ -10,7 +10,10 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
+from .. import ptx
 from ..triton_rounding import INTERPRETED, rounded
+
+SIGMOID = tl.constexpr(ptx.SIGMOID)
 
 
 @triton.jit
@@ -21,13 +24,9 @@ def _sigmoid(x):
 @triton.jit
 def _gate(x, DTYPE: tl.constexpr):
     """sigmoid rounded to DTYPE. BF16 is too coarse to show exp2 and reciprocal as the hardware gives them (0 of 65,536
-    codes): .25 / (.25 + .25 exp2(-log2(e) x)), whose quotient stays normal where the sigmoid is not."""
+    codes)."""
     if (tl.bfloat16 == DTYPE) & (not INTERPRETED):
-        y = tl.inline_asm_elementwise(
-            "{ .reg .f32 t; mul.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t; "
-            "fma.rn.f32 t, t, 0f3E800000, 0f3E800000; rcp.approx.ftz.f32 t, t; mul.f32 $0, t, 0f3E800000; }",
-            "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1,
-        )  # fmt: skip
+        y = tl.inline_asm_elementwise(SIGMOID, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
         return rounded(y, DTYPE)
     return rounded(_sigmoid(x), DTYPE)
 

@@ -42,9 +42,8 @@ def test_kernels_compile_for_sm_90_without_contraction(name, element, streams):
     ptx = compiled.asm["ptx"]
     assert ".target sm_90" in ptx
     if element == "bf16":
-        assert re.search(
-            r"cvt\.rn\.bf16x2\.f32 \S+, \S+, 0f00000000", ptx
-        )  # the packed conversion over a zero, four times as fast as the single one
+        # The packed conversion over a zero, four times as fast as the single one.
+        assert re.search(r"cvt\.rn\.bf16x2\.f32 \S+, \S+, 0f00000000", ptx)
     # A BF16 gate is too coarse to show the fast exp and division (no code of 65,536). Everything else takes libdevice's
     # exponential, reduced by fused steps, and divides exactly.
     if element != "bf16" or not name.startswith("mix"):
