@@ -2,9 +2,10 @@
 
 A CTA stays on its multiprocessor and takes one (chunk, q/k head) after the other, the value heads of each in turn. One
 warp copies. One warpgroup has dO, q and dq, the other dR, k and dk (`gradient_sides_hopper.py`): both weigh their score
-gradients (D = dO delta^T, M = dR delta^T) in registers, where they are left operands as they stand. D^T and M^T, which
-dk needs, are left operands in shared memory, read transposed. Accumulators carry every row factor (qscale of dq, kappa
-of dk), so that heads, pairs and states add to one, and the derivative of the l2norm needs no division.
+gradients (D = dO delta^T, M = dR delta^T) in registers. These are left operands in shared memory, as they stand and
+transposed: kept in registers they would be spilled. Two warps turn dR into dV and sum dg. Accumulators carry every row
+factor (qscale of dq, kappa of dk), so that heads, pairs and states add to one, and the derivative of the l2norm needs
+no division.
 
 A box of 64 rows may cross the end of a document: rows of q and k past it are cleared, for they are summed over; rows of
 dO, dR and delta only reach rows of results that are masked.
@@ -17,18 +18,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from .device_hopper import copy_in
-from .gradient_sides_hopper import key_side, locate_rows, query_side
+from .gradient_sides_hopper import finish_heads, key_side, locate_rows, query_side
 
 # Barriers, by index. Two stages where a slot is added; both sides release what both read.
 QK_FULL = gl.constexpr(0)
 QK_EMPTY = gl.constexpr(2)
 H_FULL = gl.constexpr(3)
-H_EMPTY = gl.constexpr(4)
-DH_FULL = gl.constexpr(5)
-DH_EMPTY = gl.constexpr(6)
-ROWS_FULL = gl.constexpr(7)
-ROWS_EMPTY = gl.constexpr(9)
-TWO_READERS = gl.constexpr(1 << 2 | 1 << 4 | 1 << 6 | 1 << 9 | 1 << 10)  # the empty barriers of what both sides read
+DH_FULL = gl.constexpr(4)
+STATES_EMPTY = gl.constexpr(5)
+ROWS_FULL = gl.constexpr(6)
+ROWS_EMPTY = gl.constexpr(8)
+# Arrivals over one: of what both sides read or write, and of rows, which the finishing warps read too.
+SECOND = gl.constexpr(1 << 2 | 1 << 5 | 1 << 8 | 1 << 9 | 1 << 12 | 1 << 13)
+THIRD = gl.constexpr(1 << 8 | 1 << 9)
 
 
 @gluon.jit
@@ -58,10 +60,9 @@ def feed_gradients(
             copy_in(dr_desc, [row, head * 128], full, dr_tiles.index(slot))
             for part in gl.static_range(5):
                 copy_in(rows_desc, [table * 320 + part * 64], full, rows_tiles.index(slot * 5 + part))
-            mbarrier.wait(barriers.index(H_EMPTY), (step & 1) ^ 1)
+            mbarrier.wait(barriers.index(STATES_EMPTY), (step & 1) ^ 1)
             mbarrier.expect(barriers.index(H_FULL), 128 * 128 * 2)
             copy_in(h_desc, [table * 128, 0], barriers.index(H_FULL), h_tile.index(0))
-            mbarrier.wait(barriers.index(DH_EMPTY), (step & 1) ^ 1)
             mbarrier.expect(barriers.index(DH_FULL), 128 * 128 * 2)
             copy_in(dh_desc, [table * 128, 0], barriers.index(DH_FULL), dh_tile.index(0))
             if member == 0:
@@ -79,7 +80,7 @@ def hopper_gradient_kernel(
     inverse_scale, documents, T, chunks, chunks_per_row,
     H: gl.constexpr, HV: gl.constexpr, VARLEN: gl.constexpr, L2NORM: gl.constexpr, SIDE_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """CTAs of 4 + 4 + 1 warps; `dr_desc` and `dv_ptr` are one tensor: dR on entry, dV on exit."""
+    """CTAs of 4 + 4 + 2 + 1 warps; `dr_desc` and `dv_ptr` are one tensor: dR on entry, dV on exit."""
     first = gl.program_id(0)
     programs = gl.num_programs(0)
     if VARLEN:
@@ -97,10 +98,10 @@ def hopper_gradient_kernel(
     query_pairs = gl.allocate_shared_memory(dtype, [2, 64, 64], q_desc.layout)
     key_pairs = gl.allocate_shared_memory(dtype, [1, 64, 64], q_desc.layout)
     rows_tiles = gl.allocate_shared_memory(gl.float32, [10, 64], rows_desc.layout)
-    vectors = gl.allocate_shared_memory(gl.float32, [13, 64], rows_desc.layout)
-    barriers = gl.allocate_shared_memory(gl.int64, [13, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(13):
-        mbarrier.init(barriers.index(i), count=1 + (TWO_READERS >> i & 1))
+    vectors = gl.allocate_shared_memory(gl.float32, [18, 64], rows_desc.layout)
+    barriers = gl.allocate_shared_memory(gl.int64, [14, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(14):
+        mbarrier.init(barriers.index(i), count=1 + (SECOND >> i & 1) + (THIRD >> i & 1))
     # The copy engine completes on these barriers: their initial values, ordinary stores, must be visible to it.
     fence_async_shared()
     gl.warp_specialize(
@@ -112,8 +113,12 @@ def hopper_gradient_kernel(
             )),
             (key_side, (
                 dr_tiles, delta_tiles, h_tile, dh_tile, q_tile, k_tile, query_pairs, key_pairs, rows_tiles, vectors,
-                barriers, k_rstd_ptr, qscale_ptr, cu_ptr, offsets_ptr, dk_ptr, dv_ptr, dg_ptr, dbeta_ptr,
+                barriers, k_rstd_ptr, qscale_ptr, cu_ptr, offsets_ptr, dk_ptr,
                 documents, T, chunks_per_row, first, items, programs, H, HV, VARLEN, L2NORM,
+            )),
+            (finish_heads, (
+                dr_tiles, rows_tiles, vectors, barriers, cu_ptr, offsets_ptr, dv_ptr, dg_ptr, dbeta_ptr,
+                documents, T, chunks_per_row, first, items, programs, H, HV, VARLEN,
             )),
             (feed_gradients, (
                 do_desc, dr_desc, delta_desc, h_desc, dh_desc, q_desc, k_desc, rows_desc,
@@ -121,6 +126,6 @@ def hopper_gradient_kernel(
                 cu_ptr, offsets_ptr, documents, T, chunks_per_row, first, items, programs, H, HV, VARLEN,
             )),
         ],
-        [4, 1],
-        [SIDE_REGISTERS, 24],
+        [4, 2, 1],
+        [SIDE_REGISTERS, 24, 24],
     )  # fmt: skip

@@ -91,47 +91,55 @@ def wait(name: str, phase: str) -> str:
 
 ROWS_WAIT = wait("ROWS_FULL + slot", "step // 2 & 1")
 RELEASE_ROWS = "mbarrier.arrive(barriers.index(ROWS_EMPTY + slot), count=1)"
-RELEASE_H = "mbarrier.arrive(barriers.index(H_EMPTY), count=1)"
-RELEASE_DH = "mbarrier.arrive(barriers.index(DH_EMPTY), count=1)"
+RELEASE_H = "mbarrier.arrive(barriers.index(STATES_EMPTY), count=1)"
 FULL_PAIRS = "mbarrier.arrive(barriers.index(PAIRS_FULL + slot), count=1)"
-RELEASE_QK = "mbarrier.arrive(barriers.index(QK_EMPTY), count=1)"
-TRACE = "trace = warpgroup_mma_wait(2, deps=[trace])"
+FULL_SHARES = "mbarrier.arrive(barriers.index(SHARES_FULL + slot), count=1)"
+RELEASE_QK = "mbarrier.arrive(released, count=1)"
+KEYS_LOADED = "normed = tile.load(WIDE)"
+TRACE = "part, trace = warpgroup_mma_wait(0, deps=[part, trace])"
 STATES = "states = warpgroup_mma_wait(3, deps=[states])"
+RELEASE_STATES = f"{STATES}\n            thread_barrier()\n            {RELEASE_H}"
 TOTAL = "total = warpgroup_mma_wait(0, deps=[total])\n            total += states"
 STORE_D = "pair_tiles.index(slot).store(low)"
-QK_WAIT = STORE_D + "\n            " + wait("QK_FULL", "turn & 1")
+START = "start = rows_tiles.index(table + 3)"
+QK_WAIT = wait("QK_FULL", "turn & 1") + f"\n            {START}"
 DR_WAIT = "part = warpgroup_mma_wait(0,"
-AFTER_DR = f"{RELEASE_H}\n            {wait('QK_FULL', 'turn & 1')}"
+DV_WAIT = ROWS_WAIT + "\n            for part"
 BROKEN = {
     "a full barrier's phase ignores the ring": (ROWS_WAIT, wait("ROWS_FULL + slot", "step & 1")),
     "no wait for dO": (ROWS_WAIT, "pass"),
+    "no wait for dR where it becomes dV": (DV_WAIT, "for part"),
     "no wait for h": (wait("H_FULL", "step & 1"), "pass"),
     "no wait for dh": (wait("DH_FULL", "step & 1"), "pass"),
-    "no wait for q and k": (QK_WAIT, STORE_D),
+    "no wait for q and k": (QK_WAIT, START),
     "q's phase by value head": (QK_WAIT, QK_WAIT.replace("turn", "step")),
     "no wait for cleared rows": (wait("QK_CLEARED", "partial & 1"), "pass"),
     "no wait for D": (wait("PAIRS_FULL + slot", "step // 2 & 1"), "pass"),
+    "no wait for shares of dG": (wait("SHARES_FULL + slot", "step // 2 & 1"), "pass"),
+    "shares announced by one side": (FULL_SHARES, "pass"),
+    "shares of one side waited for": (" | 1 << 12 | 1 << 13", ""),
     "D in one slot": (STORE_D, STORE_D.replace("slot", "0")),
-    "D announced before it is whole": (FULL_PAIRS, "pass", TRACE, f"{FULL_PAIRS}; {TRACE}"),
+    "D announced before it is whole": (FULL_PAIRS, "pass", STORE_D, f"{FULL_PAIRS}; {STORE_D}"),
     "the other ring released": (RELEASE_H, RELEASE_ROWS),
     "one side does not release": (RELEASE_ROWS, "pass"),
-    "h released while dR h^T is taken": (DR_WAIT, f"{RELEASE_H}; {DR_WAIT}", AFTER_DR, AFTER_DR.split("\n")[1].strip()),
-    "dh released while its product is taken": (RELEASE_DH, RELEASE_H, STATES, f"{RELEASE_DH}; {STATES}"),
-    "h released while its trace is taken": (RELEASE_H, "pass", TRACE, f"{RELEASE_H}; {TRACE}"),
-    "q and k released by one side": (RELEASE_QK, "pass"),
-    "scores not waited for": ("scores = warpgroup_mma_wait(1,", "scores = warpgroup_mma_wait(2,"),
-    "part not waited for": (DR_WAIT, DR_WAIT.replace("0", "1")),
-    "products not waited for": ("products = warpgroup_mma_wait(3,", "products = warpgroup_mma_wait(4,"),
+    "the finishing warps not counted": ("THIRD = gl.constexpr(1 << 8 | 1 << 9)", "THIRD = gl.constexpr(0)"),
+    "dh released while its product is taken": (RELEASE_STATES, f"{RELEASE_H}; {STATES}"),
+    "h released while dO h^T and its trace are taken": (RELEASE_H, "pass", TRACE, f"{RELEASE_H}; {TRACE}"),
+    "q and k not released": (RELEASE_QK, "pass"),
+    "q and k released before they are read": (RELEASE_QK, "pass", KEYS_LOADED, f"{RELEASE_QK}; {KEYS_LOADED}"),
+    "part and trace not waited for": (TRACE, TRACE.replace("0", "1")),
+    "scores not waited for": ("scores = warpgroup_mma_wait(0,", "scores = warpgroup_mma_wait(1,"),
+    "dk's part not waited for": (DR_WAIT, DR_WAIT.replace("0", "1")),
+    "products not waited for": ("products = warpgroup_mma_wait(1,", "products = warpgroup_mma_wait(2,"),
     "states not waited for": (STATES, STATES.replace("3", "4")),
     "the sum not waited for": (TOTAL, TOTAL.replace("0", "1")),
     "no wait for a release of dO": (wait("ROWS_EMPTY + slot", "(step // 2 & 1) ^ 1"), "pass"),
-    "no wait for a release of h": (wait("H_EMPTY", "(step & 1) ^ 1"), "pass"),
-    "no wait for a release of dh": (wait("DH_EMPTY", "(step & 1) ^ 1"), "pass"),
+    "no wait for a release of h and dh": (wait("STATES_EMPTY", "(step & 1) ^ 1"), "pass"),
     "no wait for a release of q": (wait("QK_EMPTY", "(turn & 1) ^ 1"), "pass"),
     "too few bytes": ("3 * 64 * 128 * 2 + 5", "3 * 64 * 128 * 2 + 4"),
     "too many bytes": ("barriers.index(DH_FULL), 128 * 128 * 2", "barriers.index(DH_FULL), 128 * 128 * 4"),
-    "two readers counted as one": ("1 << 4 | ", ""),
-    "a shape": ("warpgroup_mma(do, h.permute((1, 0)), wide", "warpgroup_mma(do, h, zero"),
+    "two readers counted as one": ("1 << 5 | ", ""),
+    "a shape": ("warpgroup_mma(do, delta.permute((1, 0)), zero", "warpgroup_mma(do, delta.permute((1, 0)), wide"),
 }  # fmt: skip
 
 
@@ -187,5 +195,5 @@ def test_the_gradients_fit_a_multiprocessor_and_run_their_products_in_parallel(p
     size, report = compiled({**flags, **absent}, tmp_path)
     assert size <= 232448
     assert not re.search(r"C75\d\d|serialized", report), report
-    # What does not change within a loop over value heads, about a hundred addresses and factors.
-    assert int(re.search(r"(\d+) bytes stack frame", report)[1]) <= 1024
+    # A dozen words that do not change within the loop over heads: accumulators spilled in it come back from L2.
+    assert int(re.search(r"(\d+) bytes stack frame", report)[1]) <= 192

@@ -59,9 +59,16 @@ def run(kernel: Any, grid: int, arguments: dict[str, Any], seed: int = 0) -> Non
     values = {n: Pointer(v.view(-1)) if isinstance(v, torch.Tensor) else v for n, v in arguments.items()}
     for program in range(grid):
         world: dict[str, Any] = {}
-        for value in list(source.values()):
-            if isinstance(getattr(value, "fn", None), types.FunctionType):
-                world.update(value.fn.__globals__)
+        pending = [source]
+        while pending:
+            names = pending.pop()
+            world = {**names, **world}
+            bodies = (getattr(value, "fn", None) for value in names.values())
+            pending += [
+                f.__globals__
+                for f in bodies
+                if isinstance(f, types.FunctionType) and not world.keys() >= f.__globals__.keys()
+            ]
         world.update({**source, **_names(Machine(seed * 7919 + program, program), grid)})
         for name, value in list(world.items()):
             if type(value).__name__ == "constexpr" and isinstance(value.value, int):
