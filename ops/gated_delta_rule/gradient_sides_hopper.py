@@ -33,7 +33,7 @@ DOWN = gl.constexpr(gl.SliceLayout(1, NARROW))
 WIDE_DOWN = gl.constexpr(gl.SliceLayout(1, WIDE))
 LINE = gl.constexpr(gl.BlockedLayout([2], [32], [2], [0]))  # both warps hold all 64
 PIECE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0]))
-# Barriers: see gradients_hopper.
+# Barriers, by index. Two stages where a slot is added; both sides release what both read.
 QK_FULL = gl.constexpr(0)
 QK_CLEARED = gl.constexpr(1)
 QK_EMPTY = gl.constexpr(2)
@@ -44,6 +44,7 @@ ROWS_FULL = gl.constexpr(6)
 ROWS_EMPTY = gl.constexpr(8)
 PAIRS_FULL = gl.constexpr(10)
 SHARES_FULL = gl.constexpr(12)
+BARRIERS = gl.constexpr(14)
 # Vectors in shared memory: four of each side in two slots, then both sides' k_rstd.
 VECTORS = gl.constexpr(16)
 

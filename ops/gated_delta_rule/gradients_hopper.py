@@ -18,16 +18,21 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from .device_hopper import copy_in
-from .gradient_sides_hopper import finish_heads, key_side, locate_rows, query_side
+from .gradient_sides_hopper import (
+    BARRIERS,
+    DH_FULL,
+    H_FULL,
+    QK_EMPTY,
+    QK_FULL,
+    ROWS_EMPTY,
+    ROWS_FULL,
+    STATES_EMPTY,
+    finish_heads,
+    key_side,
+    locate_rows,
+    query_side,
+)
 
-# Barriers, by index. Two stages where a slot is added; both sides release what both read.
-QK_FULL = gl.constexpr(0)
-QK_EMPTY = gl.constexpr(2)
-H_FULL = gl.constexpr(3)
-DH_FULL = gl.constexpr(4)
-STATES_EMPTY = gl.constexpr(5)
-ROWS_FULL = gl.constexpr(6)
-ROWS_EMPTY = gl.constexpr(8)
 # Arrivals over one: of what both sides read or write, and of rows, which the finishing warps read too.
 SECOND = gl.constexpr(1 << 2 | 1 << 5 | 1 << 8 | 1 << 9 | 1 << 12 | 1 << 13)
 THIRD = gl.constexpr(1 << 8 | 1 << 9)
@@ -99,8 +104,8 @@ def hopper_gradient_kernel(
     key_pairs = gl.allocate_shared_memory(dtype, [1, 64, 64], q_desc.layout)
     rows_tiles = gl.allocate_shared_memory(gl.float32, [10, 64], rows_desc.layout)
     vectors = gl.allocate_shared_memory(gl.float32, [18, 64], rows_desc.layout)
-    barriers = gl.allocate_shared_memory(gl.int64, [14, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(14):
+    barriers = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(BARRIERS):
         mbarrier.init(barriers.index(i), count=1 + (SECOND >> i & 1) + (THIRD >> i & 1))
     # The copy engine completes on these barriers: their initial values, ordinary stores, must be visible to it.
     fence_async_shared()
