@@ -1,6 +1,7 @@
 """Small calls of each op, forward and backward, for compute-sanitizer: `python sanitized.py OP... [--device cpu]`.
 
-Two dtypes, documents and none: every kernel of an op runs, with tails in each dimension. `planted` reads out of bounds.
+Two dtypes, documents and none: every kernel of an op runs, with tails in each dimension. What the tools have to find
+or to leave alone is in `PLANTED`.
 """
 
 from __future__ import annotations
@@ -14,8 +15,12 @@ import triton.language as tl
 from oracles.gdn import Case, make_case, run_front
 from oracles.ple import ple_inputs
 from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 import ple_gdn
+from ple_gdn.ops.gated_delta_rule.device_hopper import thread_barrier
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -92,19 +97,78 @@ def planted(device: str) -> list[Tensor]:
     return [y]
 
 
+# Wide enough for ordinary loads and stores instead of those of whole matrices.
+ONE_WARP = gl.constexpr(gl.BlockedLayout([8], [32], [1], [0]))
+FOUR_WARPS = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))
+
+
+@gluon.jit
+def give(tile, full, x, SYNCHRONISE: gl.constexpr):
+    tile.store(gl.load(x + gl.arange(0, 256, FOUR_WARPS)))
+    if SYNCHRONISE:
+        # One thread arrives for all, after every thread's store.
+        thread_barrier()
+        mbarrier.arrive(full.index(0), count=1)
+
+
+@gluon.jit
+def take(tile, full, y, SYNCHRONISE: gl.constexpr):
+    if SYNCHRONISE:
+        mbarrier.wait(full.index(0), 0)
+    gl.store(y + gl.arange(0, 256, ONE_WARP), tile.load(ONE_WARP))
+
+
+@gluon.jit
+def hand_over_kernel(x, y, SYNCHRONISE: gl.constexpr):
+    """Two partitions and one tile in shared memory, ordered by a barrier of the copy engine's kind or by nothing."""
+    tile = gl.allocate_shared_memory(gl.float32, [256], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(full.index(0), count=1)
+    gl.warp_specialize([(give, (tile, full, x, SYNCHRONISE)), (take, (tile, full, y, SYNCHRONISE))], [1], [24])
+
+
+@gluon.jit
+def store_scalar(y, value):
+    gl.store(y, value)
+
+
+@gluon.jit
+def dispatch_kernel(x, y):
+    """Two partitions without shared memory but for what Triton's dispatch takes: a number read, so captured."""
+    value = gl.load(x)
+    gl.warp_specialize([(store_scalar, (y, value)), (store_scalar, (y + 1, value))], [1], [24])
+
+
+def planted_race(device: str) -> list[Tensor]:
+    """What racecheck has to find: a tile that one partition writes and another reads, in any order."""
+    x, y = torch.ones(256, device=device), torch.zeros(256, device=device)
+    hand_over_kernel[(8,)](x, y, False, num_warps=4, maxnreg=64)
+    return [x]  # y is anything
+
+
+def ordered(device: str) -> list[Tensor]:
+    """Where racecheck may find only Triton's dispatch."""
+    x, y, z = torch.ones(256, device=device), torch.zeros(256, device=device), torch.zeros(2, device=device)
+    hand_over_kernel[(8,)](x, y, True, num_warps=4, maxnreg=64)
+    dispatch_kernel[(8,)](x, z, num_warps=4, maxnreg=64)
+    assert bool((y == 1).all() & (z == 1).all())
+    return [y, z]
+
+
 OPS: dict[str, Callable[[str], list[Tensor]]] = {
     f.__name__: f for f in (ple, gated_delta_rule, causal_conv1d, gated_residual)
 }
+PLANTED: dict[str, Callable[[str], list[Tensor]]] = {f.__name__: f for f in (planted, planted_race, ordered)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("ops", nargs="+", choices=[*OPS, "planted"])
+    parser.add_argument("ops", nargs="+", choices=[*OPS, *PLANTED])
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
     torch.manual_seed(0)
     for name in options.ops:
-        results = {**OPS, "planted": planted}[name](options.device)
+        results = {**OPS, **PLANTED}[name](options.device)
         assert all(bool(x.isfinite().all()) for x in results), name
         print(f"{name}: {len(results)} results", flush=True)
 
