@@ -65,6 +65,19 @@ def unobserved(tensors: Iterable[torch.Tensor | None]) -> bool:
     return True
 
 
+_AUTOCAST = (_KEY.AutocastCUDA, _KEY.AutocastCPU)
+
+
+def cast_by_a_rule(name: str) -> bool:
+    """True where autocast is on and somebody gave the op a rule (`torch.library.register_autocast`); without one an op
+    computes on the dtypes that reach it. Asked each time: a rule may be registered at any moment."""
+    return any(
+        torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+        for key in _AUTOCAST
+        if not torch._C._dispatch_tls_is_dispatch_key_excluded(key)
+    )
+
+
 def recorded(name: str) -> contextlib.AbstractContextManager:
     """Shows a direct call by the op's name to observers of which this thread knows nothing: a profiler that records
     all threads, or one that was started from outside of the process."""

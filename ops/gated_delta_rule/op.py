@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from ..direct import recorded, unobserved
+from ..direct import cast_by_a_rule, recorded, unobserved
 from ..kcp.context import KcpContext
 from ..kcp.fronts import check_context, gated_delta_rule_over_ranks
 from ..register import register_op
@@ -229,7 +229,7 @@ def _as_the_schema_has(options: dict[str, object]) -> dict[str, object]:
 
 def _run(*tensors: torch.Tensor | None, **options: object) -> tuple[torch.Tensor, ...]:
     """Output and final state of the op, and its tapes where it went through the dispatcher."""
-    if not unobserved(tensors):
+    if not unobserved(tensors) or cast_by_a_rule("ple_gdn::gated_delta_rule"):
         return torch.ops.ple_gdn.gated_delta_rule(*tensors, **options)
     options = _as_the_schema_has(options)
     if torch.is_grad_enabled():
@@ -240,7 +240,8 @@ def _run(*tensors: torch.Tensor | None, **options: object) -> tuple[torch.Tensor
 
 def _run_backward(*tensors: torch.Tensor | None, **options: object) -> tuple[torch.Tensor, ...]:
     """The backward op. With create_graph it is one for certain: the op says that it has no derivative."""
-    if torch.is_grad_enabled() or not unobserved(tensors):
+    name = "ple_gdn::gated_delta_rule_backward"
+    if torch.is_grad_enabled() or not unobserved(tensors) or cast_by_a_rule(name):
         return torch.ops.ple_gdn.gated_delta_rule_backward(*tensors, **options)
     with recorded("gated_delta_rule_backward"), torch._C._DisableAutocast():
         return _backward_impl(*tensors, **options)

@@ -86,6 +86,31 @@ def test_the_direct_way_refuses_second_derivatives_and_autocast_changes_nothing(
         torch.autograd.grad(dq.sum(), leaves[1])
 
 
+@pytest.mark.parametrize("name", ["gated_delta_rule", "gated_delta_rule_backward"])
+def test_somebodys_autocast_rule_is_applied(name: str) -> None:
+    key, seen = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU), []
+
+    def rule(*args, **kwargs):
+        seen.append(name)
+        with torch._C._ExcludeDispatchKeyGuard(key):
+            return getattr(torch.ops.ple_gdn, name)(*args, **kwargs)
+
+    def step() -> int:
+        seen.clear()
+        ple_gdn.gated_delta_rule(*leaves)[0].sum().backward()
+        return len(seen)
+
+    leaves = [x.requires_grad_() for x in make_case((5,))[:5]]
+    with torch.library._scoped_library("ple_gdn", "IMPL") as library:
+        library.impl(name, rule, "AutocastCPU")
+        assert step() == 0
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert step() == 1
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert step() == 0
+        assert not direct.cast_by_a_rule(f"ple_gdn::{name}")
+
+
 def test_a_first_call_in_inference_mode_is_no_measure_of_plain_tensors() -> None:
     direct._plain_keys.cache_clear()
     x = torch.zeros(3)
