@@ -1,13 +1,14 @@
 """compute-sanitizer finds nothing in the kernels of any op: memcheck and racecheck over `sanitized.py`.
 
-What racecheck shows of the warp-specialised kernels: no thread's ordinary load or store of shared memory, by the orders
-that ran, meets another's without a barrier between. It reports Triton's dispatch, which hands the partitions their
-numbers and captures through shared memory; `oracles.racecheck` accepts such a report only where the machine code that
-ran has a barrier of the whole CTA between the two. `planted_race` and `ordered` show that this hides no race of
-partitions and asks for none. What it does not show: copies by the copy engine and products that read shared memory, no
-access of a thread. A missing wait for those, or a tile released too early, is for `oracles.gluon_emulator`
-(`tests/ops/test_gdn_hopper*.py`), which orders partitions, copies and products by their mbarriers but takes a partition
-for one actor, so that barriers within one are for racecheck. Neither sees a missing proxy fence.
+What racecheck shows of the warp-specialised kernels: in the orders that ran, no thread's load or store of shared
+memory met another's with nothing between. It reports Triton's dispatch, which hands the partitions their numbers and
+captures through shared memory; `oracles.racecheck` accepts such a report only where the machine code that ran has a
+barrier of the whole CTA between the two. `planted_race` shows that this hides no race of partitions, `ordered` that an
+mbarrier between them is enough. What it does not show: that an mbarrier is the right one or waited for in the right
+phase, nor anything of the copy engine's copies and of products that read shared memory, which are no thread's accesses.
+That is for `oracles.gluon_emulator` (`tests/ops/test_gdn_hopper*.py`): it orders partitions, copies and products by
+their mbarriers and finds a missing wait, a wrong phase and a tile released too early, but takes a partition for one
+actor, so that barriers within one are for racecheck. Neither sees a missing proxy fence.
 """
 
 from __future__ import annotations
