@@ -3,13 +3,15 @@
 #   one   CUDA tests of PLE, gated residual, tapes and convolution side by side; then timings, alone (1 GPU, 8 min)
 #   fuzz  2,000 cases of each fuzzer (1 GPU, 9 min)
 #   gdn   the gated delta rule and its patches in benchmarks/next: checks, then timings (1 GPU, 8 min)
-#   next  the patches for PLE and for segments, then the decoder layer (1 GPU, 9 min)
+#   next  the patches for PLE and for segments (1 GPU, 7 min)
+#   peers the gated delta rule beside FlashQLA and FLA, whose packages lie in $PEERS (1 GPU, 7 min)
+#   layer the decoder layer, by provider; the same packages (1 GPU, 4 min)
 #   san   compute-sanitizer over small calls of each op (1 GPU, 3 min): nothing else beside it, a dozen compilers run at once
 #   two   context parallelism over NCCL: tests, then timings (2 GPUs, 6 min)
 # Each job has a limit of its own; the table comes last. Logs and results end in OUT/h200-PART.tgz. Exit status 1 if a job failed.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-part=${1:?one, fuzz, gdn, next, san or two} out=${2:?folder for logs and results}
+part=${1:?one, fuzz, gdn, next, peers, layer, san or two} out=${2:?folder for logs and results}
 mkdir -p "$out/logs" "$out/results"
 touch "$out/began"
 export NCCL_NVLS_ENABLE=0 PYTHONUNBUFFERED=1
@@ -67,7 +69,12 @@ gdn)
 next)
     job 240 validate_ple $python benchmarks/next/validate_ple.py --out "$out/results" && settle
     job 150 validate_segments $python benchmarks/next/validate_segments.py --out "$out/results" && settle
-    job 150 bench_layer $python benchmarks/bench_decoder_layer.py --tokens 4096 --limit 100 --out "$out/results/decoder_layer_h200.json" && settle
+    ;;
+peers)
+    job 440 bench_gdn $python benchmarks/bench_gated_delta_rule.py --peers flash_qla fla --site "${PEERS:?}" --logs "$out/logs" --out "$out/results/gated_delta_rule_h200.json" && settle
+    ;;
+layer)
+    job 280 bench_layer $python benchmarks/bench_decoder_layer.py --site "${PEERS:?}" --logs "$out/logs" --out "$out/results/decoder_layer_h200.json" && settle
     ;;
 san)
     job 300 test_sanitizer $python -P -m pytest -p no:cacheprovider -q tests/cuda/test_sanitizer_cuda.py && settle
@@ -84,7 +91,7 @@ esac
 for log in "$out"/logs/bench_* "$out"/logs/validate_*; do
     case $log in *.end | *'*') continue ;; esac
     echo "== ${log##*/}"
-    tail -n 25 "$log"
+    tail -n 40 "$log"
 done
 find benchmarks/results -type f -newer "$out/began" -exec cp {} "$out/results" \;
 rm "$out/began"
