@@ -231,7 +231,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--site", type=Path, help="folder with the peer's packages")
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--limit", type=float, default=110, help="seconds until a provider must be warm")
+    parser.add_argument("--limit", type=float, default=170, help="seconds until a provider must be warm")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--logs", type=Path, help="folder for what the workers print")
     parser.add_argument("--worker", choices=PROVIDERS, help=argparse.SUPPRESS)

@@ -4,7 +4,8 @@
 #   fuzz  2,000 cases of each fuzzer (1 GPU, 9 min)
 #   gdn   the gated delta rule and its patches in benchmarks/next: checks, then timings (1 GPU, 8 min)
 #   next  the patches for PLE and for segments (1 GPU, 7 min)
-#   peers the gated delta rule beside FlashQLA and FLA, whose packages lie in $PEERS (1 GPU, 7 min)
+#   peers the gated delta rule beside FlashQLA and FLA (1 GPU, 7 min). Their packages lie in the folder $PEERS: pip install
+#         --no-deps --target $PEERS flash-qla tilelang z3-solver apache-tvm-ffi torch-c-dlpack-ext fla-core
 #   layer the decoder layer, by provider; the same packages (1 GPU, 4 min)
 #   san   compute-sanitizer over small calls of each op (1 GPU, 3 min): nothing else beside it, a dozen compilers run at once
 #   two   context parallelism over NCCL: tests, then timings (2 GPUs, 6 min)
@@ -74,7 +75,7 @@ peers)
     job 440 bench_gdn $python benchmarks/bench_gated_delta_rule.py --peers flash_qla fla --site "${PEERS:?}" --logs "$out/logs" --out "$out/results/gated_delta_rule_h200.json" && settle
     ;;
 layer)
-    job 280 bench_layer $python benchmarks/bench_decoder_layer.py --site "${PEERS:?}" --logs "$out/logs" --out "$out/results/decoder_layer_h200.json" && settle
+    job 300 bench_layer $python benchmarks/bench_decoder_layer.py --site "${PEERS:?}" --logs "$out/logs" --out "$out/results/decoder_layer_h200.json" && settle
     ;;
 san)
     job 300 test_sanitizer $python -P -m pytest -p no:cacheprovider -q tests/cuda/test_sanitizer_cuda.py && settle
