@@ -33,7 +33,8 @@ from torch._guards import detect_fake_mode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..ops.gated_delta_rule.tape_decisions import make_decision, replay_flops
-from ..ops.gated_delta_rule.tapes import Tapes
+from ..ops.gated_delta_rule.tapes import KEPT, Tapes
+from ..ops.gated_delta_rule.workspace import Sizes, sizes_of
 from .records import GraphPass, PassContext
 
 _NAME = "tape_reuse"
@@ -211,6 +212,13 @@ def _full_shapes(pair: _Pair) -> tuple[Any, Any]:
     return (chunks * HV * K * V + B * T * HV * V) * v.element_size(), replay_flops(q, v)
 
 
+def _light_bytes(pair: _Pair) -> int:
+    q, v, cu_seqlens = (pair.backward.args[i] for i in (2, 4, 8))
+    q, v, cu_seqlens = (x.meta["val"] if isinstance(x, fx.Node) else x for x in (q, v, cu_seqlens))
+    sizes = Sizes(*map(_hint, sizes_of(q, v, cu_seqlens)))
+    return sum(sizes.bytes_of(name) for name in KEPT["light"])
+
+
 def _hint(value: Any) -> int:
     """The size this trace saw, of a number that may be symbolic."""
     return value.node.hint if isinstance(value, torch.SymInt) else int(value)
@@ -247,7 +255,7 @@ def _decide_saved(pairs: list[_Pair], ctx: PassContext) -> None:
         for pair in pairs:
             _record(ctx, pair, "saved", f"save_mode {pair.save_mode!r}", _bytes(list(pair.forward.meta["val"][2:])))
         return
-    left = budget - sum(_hint(_bytes(list(p.forward.meta["val"][2:6]))) for p in pairs)
+    left = budget - sum(map(_light_bytes, pairs))
     sizes = {pair: tuple(map(_hint, _full_shapes(pair))) for pair in pairs}
     order = sorted(pairs, key=lambda p: -sizes[p][1] / max(sizes[p][0], 1))  # stable: graph order among equals
     for pair in order:

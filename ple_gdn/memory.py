@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from .explain import read_backward
 from .ops.gated_delta_rule.tapes import Tapes
-from .ops.gated_delta_rule.workspace import backward_phase, sizes_of
+from .ops.gated_delta_rule.workspace import Sizes, backward_phase, sizes_of
 from .options import parse_options
 
 if TYPE_CHECKING:
@@ -155,7 +155,8 @@ def _scratch(node: fx.Node) -> int:
         phase = backward_phase(Tapes(*arguments[11:17]))
     else:
         phase = "inference" if node.kwargs.get("save_mode") == "none" else "forward"
-    return _hint(sizes_of(q, v, cu_seqlens).arena_bytes(phase, "cuda" if q.device.type == "cuda" else "cpu"))
+    sizes = Sizes(*map(_hint, sizes_of(q, v, cu_seqlens)))
+    return sizes.arena_bytes(phase, "cuda" if q.device.type == "cuda" else "cpu")
 
 
 def _walk(graph: fx.Graph) -> Iterator[tuple[str, int]]:

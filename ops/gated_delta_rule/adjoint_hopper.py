@@ -69,10 +69,11 @@ def feed_adjoint(
 @gluon.jit
 def walk_adjoint(
     do_tiles, q_tiles, k_tiles, x_tiles, p_tiles, rows_tiles, starts, dh_tile, dr_tile,
-    state_full, state_empty, output_full, output_empty, dht_ptr, dr_ptr, dh0_ptr, dh_desc, dr_desc,
+    state_full, state_empty, output_full, output_empty,
+    dht_ptr, dr_ptr, dh0_ptr, end_ptr, target_ptr, carried_ptr, carry_ptr, dh_desc, dr_desc,
     start, length, chunks, first, head, split, document,
     HV: gl.constexpr, STAGES: gl.constexpr, OUTPUT_STAGES: gl.constexpr,
-    HAS_DHT: gl.constexpr, STORE_DH0: gl.constexpr,
+    HAS_DHT: gl.constexpr, STORE_DH0: gl.constexpr, SPAN: gl.constexpr,
 ):  # fmt: skip
     """The computing warpgroup. dR of a chunk is stored while the next chunk's first products run."""
     dtype: gl.constexpr = k_tiles.dtype
@@ -80,10 +81,15 @@ def walk_adjoint(
     vcol = split * 64 + gl.arange(0, 64, gl.SliceLayout(1, WIDE))
     state = gl.cast(document * HV + head, gl.int64) * 16384
     inside = gl.arange(0, 128, gl.SliceLayout(0, WIDE))[None, :] * 128 + vcol[:, None]
-    if HAS_DHT:
+    dS = gl.zeros([64, 128], gl.float32, WIDE)
+    if SPAN:
+        end = gl.load(end_ptr + document).to(gl.int64)
+        if end == -1:
+            dS = gl.load(carried_ptr + head * 16384 + inside)
+        elif HAS_DHT:
+            dS = gl.load(dht_ptr + (gl.maximum(end, 0) * HV + head) * 16384 + inside)
+    elif HAS_DHT:
         dS = gl.load(dht_ptr + state + inside)
-    else:
-        dS = gl.zeros([64, 128], gl.float32, WIDE)
     dR_low = gl.zeros([64, 64], dtype, NARROW)
     for j in range(chunks):
         i = chunks - 1 - j
@@ -151,16 +157,23 @@ def walk_adjoint(
         send_rows(dr_desc, dr_ptr, dr_tile, start, column, gl.minimum(length, 64), HV * 128)
         # Shared memory must outlive the copies out of it.
         tma.store_wait(0)
-    if STORE_DH0:
+    if SPAN:
+        target = gl.load(target_ptr + document).to(gl.int64)
+        if target == -1:
+            gl.store(carry_ptr + head * 16384 + inside, dS)
+        if STORE_DH0:  # noqa: SIM102 (a constexpr guards a store)
+            if target >= 0:
+                gl.store(dh0_ptr + (target * HV + head) * 16384 + inside, dS)
+    elif STORE_DH0:
         gl.store(dh0_ptr + state + inside, dS)
 
 
 @gluon.jit(do_not_specialize=["T", "chunks_per_row"])
 def hopper_adjoint_kernel(
     do_desc, q_desc, k_desc, rows_desc, p_desc, x_desc, dh_desc, dr_desc,
-    dht_ptr, dr_ptr, dh0_ptr, cu_ptr, offsets_ptr, T, chunks_per_row,
+    dht_ptr, dr_ptr, dh0_ptr, end_ptr, target_ptr, carried_ptr, carry_ptr, cu_ptr, offsets_ptr, T, chunks_per_row,
     H: gl.constexpr, HV: gl.constexpr, VARLEN: gl.constexpr, HAS_DHT: gl.constexpr, STORE_DH0: gl.constexpr,
-    STAGES: gl.constexpr, OUTPUT_STAGES: gl.constexpr,
+    SPAN: gl.constexpr, STAGES: gl.constexpr, OUTPUT_STAGES: gl.constexpr,
 ):  # fmt: skip
     """One CTA of 4 + 1 warps per (document, value head, block of 64 columns); outputs as scan.adjoint_kernel."""
     pid = gl.program_id(0)
@@ -196,9 +209,9 @@ def hopper_adjoint_kernel(
             (walk_adjoint, (
                 do_tiles, q_tiles, k_tiles, x_tiles, p_tiles, rows_tiles, starts, dh_tile, dr_tile,
                 state_full, state_empty, output_full, output_empty,
-                dht_ptr, dr_ptr, dh0_ptr, dh_desc, dr_desc,
+                dht_ptr, dr_ptr, dh0_ptr, end_ptr, target_ptr, carried_ptr, carry_ptr, dh_desc, dr_desc,
                 start, length, chunks, first, head, split, document,
-                HV, STAGES, OUTPUT_STAGES, HAS_DHT, STORE_DH0,
+                HV, STAGES, OUTPUT_STAGES, HAS_DHT, STORE_DH0, SPAN,
             )),
             (feed_adjoint, (
                 do_desc, q_desc, k_desc, rows_desc, p_desc, x_desc, do_tiles, q_tiles, k_tiles, x_tiles, p_tiles,

@@ -126,9 +126,10 @@ def check_backward_inputs(
     check_device("do", do, q.device, "q")
     if dfinal_state is not None:
         _check_state("dfinal_state", dfinal_state, q, v, cu_seqlens)
-    for name, shape in tape_shapes(q, v, cu_seqlens).items():
-        tape = getattr(tapes, name)
-        if tape.dim() == 1 and tape.shape[0] == 0:
+    shapes = tape_shapes(q, v, cu_seqlens)
+    for name, tape in tapes._asdict().items():
+        if tape.dim() == 1 and isinstance(tape.shape[0], int) and tape.shape[0] == 0:
             continue
-        check_shape(name, tape, shape, "as the forward made it, or (0,)")
-        check_dtype(name, tape, (tape_dtype(name, q),))
+        kind = "starts" if name == "h" and tape.dim() == 1 else name
+        check_shape(name, tape, shapes[kind], "as the forward made it, or (0,)")
+        check_dtype(name, tape, (tape_dtype(kind, q),))

@@ -34,7 +34,8 @@ def chunk_gradients(
     p: Problem, tapes: Tapes, documents: Documents, do: Tensor, dh: Tensor, gradients: tuple[Tensor, ...],
     scale: float, l2norm: bool,
 ) -> None:  # fmt: skip
-    """Fills `gradients` (dq, dk, dv, dg, dbeta); dv holds dR on entry."""
+    """Fills `gradients` (dq, dk, dv, dg, dbeta); dv holds dR on entry. Documents that are parts of a span: its chunks
+    alone."""
     if walks.uses_hopper(p):
         from . import hopper_gradients
 
@@ -46,5 +47,6 @@ def chunk_gradients(
     )  # fmt: skip
     launch(
         gradient_kernel, p.chunks * p.H, arguments, p.device, H=p.H, HV=p.HV, K=p.K, V=p.V, BK=block_width(p.K),
-        BV=config.BV, VARLEN=p.varlen, L2NORM=l2norm, DOT=p.dot, STAGES=config.num_stages, num_warps=config.num_warps,
+        BV=config.BV, VARLEN=p.varlen, SPAN=documents.source is not None, L2NORM=l2norm, DOT=p.dot,
+        STAGES=config.num_stages, num_warps=config.num_warps,
     )  # fmt: skip

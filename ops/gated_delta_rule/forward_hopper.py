@@ -75,10 +75,10 @@ def feed(
 def walk(
     q_tiles, k_tiles, v_tiles, x_tiles, p_tiles, rows_tiles, starts, h_tile, delta_tile, o_tile,
     state_full, state_empty, output_full, output_empty,
-    h0_ptr, ht_ptr, o_ptr, delta_ptr, o_desc, h_desc, delta_desc,
+    h0_ptr, ht_ptr, o_ptr, delta_ptr, starts_ptr, source_ptr, end_ptr, o_desc, h_desc, delta_desc,
     start, length, chunks, first, head, split, document,
-    HV: gl.constexpr, STAGES: gl.constexpr, OUTPUT_STAGES: gl.constexpr,
-    HAS_H0: gl.constexpr, STORE_HT: gl.constexpr, STORE_H: gl.constexpr, OUTPUT: gl.constexpr,
+    HV: gl.constexpr, STAGES: gl.constexpr, OUTPUT_STAGES: gl.constexpr, HAS_H0: gl.constexpr, STORE_HT: gl.constexpr,
+    STORE_H: gl.constexpr, OUTPUT: gl.constexpr, SPAN: gl.constexpr, PIECE: gl.constexpr,
 ):  # fmt: skip
     """The computing warpgroup. O and delta of a chunk are stored while the next chunk's first products run."""
     dtype: gl.constexpr = k_tiles.dtype
@@ -86,10 +86,15 @@ def walk(
     vcol = split * 64 + gl.arange(0, 64, gl.SliceLayout(1, WIDE))
     state = gl.cast(document * HV + head, gl.int64) * 16384
     inside = gl.arange(0, 128, gl.SliceLayout(0, WIDE))[None, :] * 128 + vcol[:, None]
-    if HAS_H0:
+    S = gl.zeros([64, 128], gl.float32, WIDE)
+    if SPAN:
+        source = gl.load(source_ptr + document).to(gl.int64)
+        if source >= 0:
+            S = gl.load(starts_ptr + (source * HV + head) * 16384 + inside)
+        elif HAS_H0:
+            S = gl.load(h0_ptr + ((-1 - source) * HV + head) * 16384 + inside)
+    elif HAS_H0:
         S = gl.load(h0_ptr + state + inside)
-    else:
-        S = gl.zeros([64, 128], gl.float32, WIDE)
     O_low = gl.zeros([64, 64], dtype, NARROW)
     delta_low = gl.zeros([64, 64], dtype, NARROW)
     for i in range(chunks):
@@ -98,6 +103,10 @@ def walk(
         slot = i % STAGES
         k, v, x = k_tiles.index(slot), v_tiles.index(slot), x_tiles.index(slot)
         S_low = S.to(dtype)
+        if PIECE:  # noqa: SIM102 (a constexpr guards a store)
+            if (i > 0) & (i % PIECE == 0):
+                slot = gl.cast(start // (64 * PIECE) - 1 + i // PIECE, gl.int64)
+                gl.store(starts_ptr + (slot * HV + head) * 16384 + inside, S)
         mbarrier.wait(state_full.index(slot), i // STAGES & 1)
         if valid < 64:
             clear_rows(k, valid, 128)
@@ -126,7 +135,7 @@ def walk(
             if OUTPUT:
                 copy_out(o_desc, [row - 64, column], o_tile)
             if STORE_H:
-                copy_out(delta_desc, [row - 64, column], delta_tile)
+                copy_out(delta_desc, [((first + i) * 64 if SPAN else row) - 64, column], delta_tile)
         beta = rows_tiles.index(slot * 4).load(ACROSS)
         k_start = rows_tiles.index(slot * 4 + 1).load(ACROSS)
         V = v.permute((1, 0)).load(NARROW).to(gl.float32)
@@ -173,19 +182,25 @@ def walk(
         if OUTPUT:
             send_rows(o_desc, o_ptr, o_tile, row, column, valid, HV * 128)
         if STORE_H:
-            send_rows(delta_desc, delta_ptr, delta_tile, row, column, valid, HV * 128)
+            at = (first + chunks - 1) * 64 if SPAN else row
+            send_rows(delta_desc, delta_ptr, delta_tile, at, column, valid, HV * 128)
         # Shared memory must outlive the copies out of it.
         tma.store_wait(0)
     if STORE_HT:
         gl.store(ht_ptr + state + inside, S)
+    if SPAN and PIECE:  # noqa: SIM102 (a constexpr guards a load)
+        if gl.load(end_ptr + document) == -1:
+            slot = gl.cast(start // (64 * PIECE) - 1 + chunks // PIECE, gl.int64)
+            gl.store(starts_ptr + (slot * HV + head) * 16384 + inside, S)
 
 
 @gluon.jit(do_not_specialize=["T", "chunks_per_row"])
 def hopper_forward_kernel(
     q_desc, k_desc, v_desc, rows_desc, p_desc, x_desc, o_desc, h_desc, delta_desc,
-    h0_ptr, ht_ptr, o_ptr, delta_ptr, cu_ptr, offsets_ptr, T, chunks_per_row,
+    h0_ptr, ht_ptr, o_ptr, delta_ptr, starts_ptr, source_ptr, end_ptr, cu_ptr, offsets_ptr, T, chunks_per_row,
     H: gl.constexpr, HV: gl.constexpr, VARLEN: gl.constexpr, HAS_H0: gl.constexpr, STORE_HT: gl.constexpr,
-    STORE_H: gl.constexpr, OUTPUT: gl.constexpr, STAGES: gl.constexpr, OUTPUT_STAGES: gl.constexpr,
+    STORE_H: gl.constexpr, OUTPUT: gl.constexpr, SPAN: gl.constexpr, PIECE: gl.constexpr,
+    STAGES: gl.constexpr, OUTPUT_STAGES: gl.constexpr,
 ):  # fmt: skip
     """One CTA of 4 + 1 warps per (document, value head, block of 64 columns); outputs as scan.forward_kernel."""
     pid = gl.program_id(0)
@@ -233,9 +248,9 @@ def hopper_forward_kernel(
             (walk, (
                 q_tiles, k_tiles, v_tiles, x_tiles, p_tiles, rows_tiles, starts, h_tile, delta_tile, o_tile,
                 state_full, state_empty, output_full, output_empty,
-                h0_ptr, ht_ptr, o_ptr, delta_ptr, o_desc, h_desc, delta_desc,
+                h0_ptr, ht_ptr, o_ptr, delta_ptr, starts_ptr, source_ptr, end_ptr, o_desc, h_desc, delta_desc,
                 start, length, chunks, first, head, split, document,
-                HV, STAGES, OUTPUT_STAGES, HAS_H0, STORE_HT, STORE_H, OUTPUT,
+                HV, STAGES, OUTPUT_STAGES, HAS_H0, STORE_HT, STORE_H, OUTPUT, SPAN, PIECE,
             )),
             (feed, (
                 q_desc, k_desc, v_desc, rows_desc, p_desc, x_desc,

@@ -179,9 +179,10 @@ def gradient_kernel(
     do_ptr, q_ptr, k_ptr, rows_ptr, k_rstd_ptr, qscale_ptr, h_ptr, delta_ptr, dh_ptr, cu_ptr, offsets_ptr,
     dq_ptr, dk_ptr, dv_ptr, dg_ptr, dbeta_ptr, scale, inverse_scale, documents, T, chunks_per_row,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    VARLEN: tl.constexpr, L2NORM: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr,
+    VARLEN: tl.constexpr, SPAN: tl.constexpr, L2NORM: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One CTA per (chunk, q/k head), its value heads one after the other; `dv_ptr` holds dR on entry, dV on exit."""
+    """One CTA per (chunk, q/k head), its value heads one after the other; `dv_ptr` holds dR on entry, dV on exit. SPAN:
+    delta is by chunk."""
     pid = tl.program_id(0)
     chunk = pid // H
     qk_head = pid - chunk * H
@@ -196,6 +197,7 @@ def gradient_kernel(
     base = token * H + qk_head
     value_base = token * HV + qk_head * GROUP
     chunk_base = chunk.to(tl.int64) * HV + qk_head * GROUP
+    delta_base = chunk.to(tl.int64) * 64 * HV + qk_head * GROUP if SPAN else value_base
     qk = _stacked(q_ptr + base * K, k_ptr + base * K, H * K, kcol, valid, K, BK)
     k = load_rows(k_ptr + base * K, H * K, rows, kcol, valid, K, BK)
     k_rstd = tl.load(k_rstd_ptr + base + rows * H, mask=rows < valid, other=0.0)
@@ -203,14 +205,14 @@ def gradient_kernel(
     factor = tl.load(factor, mask=stacked_rows % 64 < valid, other=0.0)
     stacked, same = _row_phase(
         do_ptr + value_base * V, dv_ptr + value_base * V, rows_ptr + chunk_base * 320, h_ptr + chunk_base * K * V,
-        delta_ptr + value_base * V, dg_ptr + value_base, dbeta_ptr + value_base, qk, k, factor, k_rstd, valid,
+        delta_ptr + delta_base * V, dg_ptr + value_base, dbeta_ptr + value_base, qk, k, factor, k_rstd, valid,
         HV, GROUP, K, V, BK, BV, DOT, STAGES,
     )  # fmt: skip
     # The row phase's dG, stored in dg, is read back by other threads.
     tl.debug_barrier()
     columns = _column_phase(
         do_ptr + value_base * V, dv_ptr + value_base * V, rows_ptr + chunk_base * 320, h_ptr + chunk_base * K * V,
-        delta_ptr + value_base * V, dh_ptr + chunk_base * K * V, dg_ptr + value_base,
+        delta_ptr + delta_base * V, dh_ptr + chunk_base * K * V, dg_ptr + value_base,
         qk, tl.trans(k), factor, k_rstd, valid, HV, GROUP, K, V, BK, BV, DOT, STAGES,
     )  # fmt: skip
     lower = tl.trans(columns)

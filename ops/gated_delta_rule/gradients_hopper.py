@@ -43,7 +43,7 @@ def feed_gradients(
     do_desc, dr_desc, delta_desc, h_desc, dh_desc, q_desc, k_desc, rows_desc,
     do_tiles, dr_tiles, delta_tiles, h_tile, dh_tile, q_tile, k_tile, rows_tiles, barriers,
     cu_ptr, offsets_ptr, documents, T, chunks_per_row, first, items, programs,
-    H: gl.constexpr, HV: gl.constexpr, VARLEN: gl.constexpr,
+    H: gl.constexpr, HV: gl.constexpr, VARLEN: gl.constexpr, SPAN: gl.constexpr,
 ):  # fmt: skip
     """The copying warp. q and k come last of their chunk's first tiles: they are released and needed last."""
     GROUP: gl.constexpr = HV // H
@@ -60,7 +60,7 @@ def feed_gradients(
             full = barriers.index(ROWS_FULL + slot)
             mbarrier.wait(barriers.index(ROWS_EMPTY + slot), (step // 2 & 1) ^ 1)
             mbarrier.expect(full, 3 * 64 * 128 * 2 + 5 * 64 * 4)
-            copy_in(delta_desc, [row, head * 128], full, delta_tiles.index(slot))
+            copy_in(delta_desc, [chunk * 64 if SPAN else row, head * 128], full, delta_tiles.index(slot))
             copy_in(do_desc, [row, head * 128], full, do_tiles.index(slot))
             copy_in(dr_desc, [row, head * 128], full, dr_tiles.index(slot))
             for part in gl.static_range(5):
@@ -83,9 +83,13 @@ def hopper_gradient_kernel(
     do_desc, dr_desc, delta_desc, h_desc, dh_desc, q_desc, k_desc, rows_desc,
     k_rstd_ptr, qscale_ptr, cu_ptr, offsets_ptr, dq_ptr, dk_ptr, dv_ptr, dg_ptr, dbeta_ptr,
     inverse_scale, documents, T, chunks, chunks_per_row,
-    H: gl.constexpr, HV: gl.constexpr, VARLEN: gl.constexpr, L2NORM: gl.constexpr, SIDE_REGISTERS: gl.constexpr,
+    H: gl.constexpr, HV: gl.constexpr, VARLEN: gl.constexpr, SPAN: gl.constexpr, L2NORM: gl.constexpr,
+    SIDE_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """CTAs of 4 + 4 + 2 + 1 warps; `dr_desc` and `dv_ptr` are one tensor: dR on entry, dV on exit."""
+    """CTAs of 4 + 4 + 2 + 1 warps; `dr_desc` and `dv_ptr` are one tensor: dR on entry, dV on exit.
+
+    SPAN: delta is by chunk.
+    """
     first = gl.program_id(0)
     programs = gl.num_programs(0)
     if VARLEN:
@@ -128,7 +132,7 @@ def hopper_gradient_kernel(
             (feed_gradients, (
                 do_desc, dr_desc, delta_desc, h_desc, dh_desc, q_desc, k_desc, rows_desc,
                 do_tiles, dr_tiles, delta_tiles, h_tile, dh_tile, q_tile, k_tile, rows_tiles, barriers,
-                cu_ptr, offsets_ptr, documents, T, chunks_per_row, first, items, programs, H, HV, VARLEN,
+                cu_ptr, offsets_ptr, documents, T, chunks_per_row, first, items, programs, H, HV, VARLEN, SPAN,
             )),
         ],
         [4, 2, 1],

@@ -29,11 +29,11 @@ def chunk_gradients(
     """See `chunk_gradients.chunk_gradients`. One CTA a multiprocessor, or fewer."""
     do, q, k = (aligned(t) for t in (do, tapes.q, tapes.k))
     keys, values = (p.B * p.T, p.H * 128), (p.B * p.T, p.HV * 128)
-    h = aligned(tapes.h)  # a kept tape may have fewer chunks than the bound of the launch
+    h, delta = aligned(tapes.h), aligned(tapes.delta)  # kept, h may have fewer chunks than the bound of the launch
     arguments = (
         TensorMap(do, values, TILE_128),
         TensorMap(gradients[2], values, TILE_128),
-        TensorMap(aligned(tapes.delta), values, TILE_128),
+        TensorMap(delta, (delta.numel() // values[1], values[1]), TILE_128),
         TensorMap(h, (h.numel() // 128, 128), STATE),
         TensorMap(dh, (dh.numel() // 128, 128), STATE),
         TensorMap(q, keys, TILE_128),
@@ -44,5 +44,5 @@ def chunk_gradients(
     )  # fmt: skip
     launch(
         hopper_gradient_kernel, min(p.chunks * p.H, SM_COUNT), arguments, p.device, H=p.H, HV=p.HV,
-        VARLEN=documents.cu is not None, L2NORM=l2norm, **REGISTERS,
+        VARLEN=documents.cu is not None, SPAN=documents.source is not None, L2NORM=l2norm, **REGISTERS,
     )  # fmt: skip

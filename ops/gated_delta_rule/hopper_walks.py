@@ -14,7 +14,7 @@ from .forward_hopper import hopper_forward_kernel
 
 if TYPE_CHECKING:
     from .launch import Problem
-    from .walks import Chunks, Documents
+    from .walks import Chunks, Documents, Span
 
 Tensor = torch.Tensor
 TILE = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -38,7 +38,7 @@ def stages(chains: int) -> dict[str, int]:
 
 def forward_walk(
     p: Problem, chunks: Chunks, documents: Documents, h0: Tensor | None, o: Tensor, final: Tensor, h: Tensor,
-    delta: Tensor, *, store_final: bool, store_h: bool, output: bool,
+    delta: Tensor, *, store_final: bool, store_h: bool, output: bool, starts: Tensor | None, piece: int,
 ) -> None:  # fmt: skip
     """See `walks.forward_walk`."""
     chains, states = documents.count * p.HV * 2, (p.chunks * p.HV * 128, 128)
@@ -54,24 +54,27 @@ def forward_walk(
         TensorMap(x, (p.B * p.T, p.HV * 64), TILE_64),
         TensorMap(o, values, TILE_64) if output else None,
         TensorMap(h, states, STATE) if store_h else None,
-        TensorMap(delta, values, TILE_64) if store_h else None,
-        h0, final, o, delta, documents.cu, documents.offsets, p.T, p.chunks_per_row,
+        TensorMap(delta, (delta.numel() // values[1], values[1]), TILE_64) if store_h else None,
+        h0, final, o, delta, starts, documents.source, documents.end, documents.cu, documents.offsets,
+        p.T, p.chunks_per_row,
     )  # fmt: skip
     launch(
         hopper_forward_kernel, chains, arguments, p.device, H=p.H, HV=p.HV, VARLEN=documents.cu is not None,
-        HAS_H0=h0 is not None, STORE_HT=store_final, STORE_H=store_h, OUTPUT=output, **stages(chains),
+        HAS_H0=h0 is not None, STORE_HT=store_final, STORE_H=store_h, OUTPUT=output,
+        SPAN=documents.source is not None, PIECE=piece, **stages(chains),
     )  # fmt: skip
 
 
 def backward_walks(
     p: Problem, chunks: Chunks, documents: Documents, do: Tensor, dht: Tensor | None, h0: Tensor | None, dh: Tensor,
-    dr: Tensor, dh0: Tensor, h: Tensor, delta: Tensor, *, store_dh0: bool, replay: bool,
+    dr: Tensor, dh0: Tensor, h: Tensor, delta: Tensor, *, store_dh0: bool, replay: bool, span: Span | None,
 ) -> None:  # fmt: skip
     """See `walks.backward_walks`; the replay is a launch of its own."""
     chains, states = documents.count * p.HV * 2, (p.chunks * p.HV * 128, 128)
     keys, values = (p.B * p.T, p.H * 128), (p.B * p.T, p.HV * 128)
     q, k, _, table, scores, x = chunks
     do, dht, q, k, x = aligned(do), aligned(dht), aligned(q), aligned(k), aligned(x)
+    pieces, starts, carried, carry = (documents, None, None, None) if span is None else span
     arguments = (
         TensorMap(do, values, TILE_64),
         TensorMap(q, keys, TILE_128),
@@ -81,13 +84,15 @@ def backward_walks(
         TensorMap(x, (p.B * p.T, p.HV * 64), TILE_64),
         TensorMap(dh, states, STATE),
         TensorMap(dr, values, TILE_64),
-        dht, dr, dh0, documents.cu, documents.offsets, p.T, p.chunks_per_row,
+        dht, dr, dh0, documents.end, documents.target, carried, carry, documents.cu, documents.offsets,
+        p.T, p.chunks_per_row,
     )  # fmt: skip
     launch(
         hopper_adjoint_kernel, chains, arguments, p.device, H=p.H, HV=p.HV, VARLEN=documents.cu is not None,
-        HAS_DHT=dht is not None, STORE_DH0=store_dh0, **stages(chains),
+        HAS_DHT=dht is not None, STORE_DH0=store_dh0, SPAN=span is not None, **stages(chains),
     )  # fmt: skip
     if replay:
         forward_walk(
-            p, chunks, documents, h0, dr, dh0, h, delta, store_final=False, store_h=True, output=False
+            p, chunks, pieces, h0, dr, dh0, h, delta, store_final=False, store_h=True, output=False, starts=starts,
+            piece=0,
         )  # fmt: skip

@@ -8,13 +8,16 @@ import torch
 
 from ..triton_launch import launch
 from ..varlen import CHUNK
+from . import configs
 from .arena import Arena
+from .backward_spans import Buffers, Call, backward_in_spans
 from .chunk_gradients import Tapes as GradientTapes
 from .chunk_gradients import chunk_gradients
 from .configs import SM_COUNT, block_width, select
 from .packing_kernels import check_packing_kernel, zero_gradient_tail_kernel, zero_output_tail_kernel
 from .prep import prep_kernel
 from .scores import score_kernel
+from .spans import SpanPlan, plan_spans, start_count
 from .walks import Chunks, Documents, backward_walks, forward_walk, uses_hopper_operands
 
 Tensor = torch.Tensor
@@ -47,6 +50,10 @@ class Problem(NamedTuple):
 
     def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+
+    @property
+    def spans(self) -> SpanPlan:
+        return plan_spans(self.B * self.T, self.documents, self.chunks, self.HV, self.K, self.V, self.dtype.itemsize)
 
     @property
     def dot(self) -> str:
@@ -127,8 +134,8 @@ def launch_forward(
     cu_seqlens: Tensor | None, chunk_offsets: Tensor | None, workspace: Tensor | None,
     scale: float | None, output_final_state: bool, use_qk_l2norm: bool, save_mode: str, output: bool = True,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """(o, final_state, gcum, k_rstd, qscale, x, h, delta); what `save_mode` does not keep is empty. `output=False`
-    makes no o either (empty), for a caller that wants the tapes of save_mode "full"."""
+    """(o, final_state, gcum, k_rstd, qscale, x, h, delta); what `save_mode` does not keep is empty, and "light" keeps
+    start states as h. `output=False` makes no o either (empty), for a caller that wants the tapes of "full"."""
     q, k, v, g, beta = (t.contiguous() for t in (q, k, v, g, beta))
     p = Problem.of(q, v, cu_seqlens)
     arena = Arena(p.device, workspace)
@@ -138,6 +145,7 @@ def launch_forward(
     final = p.new(*(states if output_final_state else (0,)), dtype=torch.float32)
     full = save_mode == "full"
     h = p.new(*((p.chunks, p.HV, p.K, p.V) if full else (0,)))
+    starts = p.new(start_count(p.B * p.T) * p.HV * p.K * p.V if save_mode == "light" else 0, dtype=torch.float32)
     delta = p.new(*(v.shape if full else (0,)))
     tapes = _prep_tapes(p, arena if save_mode == "none" else None)
     table, scores = _walk_buffers(p, arena)
@@ -151,7 +159,8 @@ def launch_forward(
         make_operands(p, q, k, g, beta, cu, offsets, tapes, table, scores, scale, use_qk_l2norm, inverse=True)
         forward_walk(
             p, Chunks(q, k, v, table, scores, tapes[3]), Documents(p.documents, cu, offsets), h0, o, final, h, delta,
-            store_final=output_final_state, store_h=full, output=output,
+            store_final=output_final_state, store_h=full, output=output, starts=starts,
+            piece=configs.SPANS.piece if starts.numel() else 0,
         )  # fmt: skip
         if p.varlen:
             arguments = (cu, o if output else delta, *tapes, delta, p.documents, p.T)
@@ -161,7 +170,34 @@ def launch_forward(
             )  # fmt: skip
     if save_mode == "none":
         tapes = tuple(p.new(0, dtype=tape.dtype) for tape in tapes)
-    return o, final, *tapes, h, delta
+    return o, final, *tapes, starts if save_mode == "light" else h, delta
+
+
+def _buffers(p: Problem, arena: Arena, h: Tensor, delta: Tensor, replay: bool) -> tuple[Tensor, ...]:
+    """Row table, scores, h, delta and dh of all chunks; h and delta are the tapes, or temporaries to replay them in."""
+    table, scores = _walk_buffers(p, arena)
+    if replay:
+        h = arena.bind("h", (p.chunks, p.HV, p.K, p.V), p.dtype)
+        delta = arena.bind("delta", (p.B, p.T, p.HV, p.V), p.dtype)
+    return table, scores, h, delta, arena.bind("dh", (p.chunks, p.HV, p.K, p.V), p.dtype)
+
+
+def _backward_whole(p: Problem, call: Call, buffers: tuple[Tensor, ...], replay: bool) -> None:
+    """All chunks at once."""
+    q, k, v, tapes, l2norm = call.q, call.k, call.v, call.tapes, call.l2norm
+    table, scores, h, delta, dh = buffers
+    make_operands(
+        p, q, k, call.g, call.beta, call.cu, call.offsets, tapes, table, scores, call.scale, l2norm,
+        inverse=call.rebuild,
+    )  # fmt: skip
+    documents = Documents(p.documents, call.cu, call.offsets)
+    backward_walks(
+        p, Chunks(q, k, v, table, scores, tapes[3]), documents, call.do, call.dht, call.h0,
+        dh, call.gradients[2], call.dh0, h, delta, store_dh0=call.h0 is not None, replay=replay,
+    )  # fmt: skip
+    chunk_gradients(
+        p, GradientTapes(q, k, table, *tapes[1:3], h, delta), documents, call.do, dh, call.gradients, call.scale, l2norm
+    )
 
 
 def launch_backward(
@@ -170,7 +206,10 @@ def launch_backward(
     gcum: Tensor, k_rstd: Tensor, qscale: Tensor, x: Tensor, h: Tensor, delta: Tensor,
     scale: float | None, use_qk_l2norm: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """(dq, dk, dv, dg, dbeta, dinitial_state); empty tapes are rebuilt with the bits the forward would have stored."""
+    """(dq, dk, dv, dg, dbeta, dinitial_state); empty tapes are rebuilt with the bits the forward would have stored.
+
+    Past a size, or given start states (an h of one axis), it works in spans unless h and delta were kept.
+    """
     do, q, k, v, g, beta = (t.contiguous() for t in (do, q, k, v, g, beta))
     p = Problem.of(q, v, cu_seqlens)
     arena = Arena(p.device, workspace)
@@ -183,12 +222,11 @@ def launch_backward(
     rebuild = any(tape.dim() == 1 for tape in tapes)
     if rebuild:
         tapes = _prep_tapes(p, arena)
-    table, scores = _walk_buffers(p, arena)
     replay = h.dim() == 1 or delta.dim() == 1
-    if replay:
-        h = arena.bind("h", (p.chunks, p.HV, p.K, p.V), p.dtype)
-        delta = arena.bind("delta", tuple(v.shape), p.dtype)
-    dh = arena.bind("dh", (p.chunks, p.HV, p.K, p.V), p.dtype)
+    plan = p.spans
+    starts = h if h.dim() == 1 and h.numel() and not rebuild else None
+    in_spans = replay and (plan.count > 1 or starts is not None)
+    buffers = Buffers.bind(p, plan, arena, starts) if in_spans else _buffers(p, arena, h, delta, replay)
     if p.documents == 0 or p.T == 0:
         for gradient in (dq, dk, dv, dg, dbeta):
             gradient.zero_()
@@ -198,16 +236,13 @@ def launch_backward(
     h0 = initial_state.contiguous() if has_h0 else None
     dht = None if dfinal_state is None else dfinal_state.contiguous()
     cu, offsets = _packing(p, cu_seqlens, chunk_offsets)
-    make_operands(p, q, k, g, beta, cu, offsets, tapes, table, scores, scale, use_qk_l2norm, inverse=rebuild)
-    documents = Documents(p.documents, cu, offsets)
-    backward_walks(
-        p, Chunks(q, k, v, table, scores, tapes[3]), documents, do, dht, h0,
-        dh, dv, dh0, h, delta, store_dh0=has_h0, replay=replay,
-    )  # fmt: skip
-    chunk_gradients(
-        p, GradientTapes(q, k, table, *tapes[1:3], h, delta), documents, do, dh, (dq, dk, dv, dg, dbeta), scale,
-        use_qk_l2norm,
-    )  # fmt: skip
+    call = Call(
+        q, k, v, g, beta, do, dht, h0, cu, offsets, tapes, (dq, dk, dv, dg, dbeta), dh0, scale, use_qk_l2norm, rebuild
+    )
+    if in_spans:
+        backward_in_spans(p, plan, call, buffers)
+    else:
+        _backward_whole(p, call, buffers, replay)
     if p.varlen:
         launch(
             zero_gradient_tail_kernel, SM_COUNT, (cu, dq, dk, dv, dg, dbeta, p.documents, p.T), p.device,

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..varlen import read_boundaries
+from ..varlen import CHUNK, read_boundaries
+from . import configs
 from .arena import Arena, complete_tapes
 from .chunk_math import (
     Gates,
@@ -164,6 +165,7 @@ class Loader:
 def _walk(problem: Problem, kept: Tapes, made: Tapes, o: torch.Tensor | None, final_state: torch.Tensor | None) -> None:
     """Forward walk: fills the tapes of `made`, and `o` and `final_state` where asked; reads the tapes of `kept`."""
     wants_query = o is not None or made.qscale.dim() > 1
+    piece = configs.SPANS.piece
     for group in problem.groups():
         state = problem.start_states(problem.initial_state, group)
         for c in range(group.step_count()):
@@ -172,6 +174,9 @@ def _walk(problem: Problem, kept: Tapes, made: Tapes, o: torch.Tensor | None, fi
             now = state[: step.count]
             if made.h.dim() > 1:
                 made.h.index_copy_(0, step.chunks, now.to(made.h.dtype))
+            elif made.h.numel() and c and c % piece == 0:
+                slots = group.starts[: step.count] // (CHUNK * piece) + c // piece - 1
+                made.h.view(-1, *now.shape[1:]).index_copy_(0, slots, now)
             k_group = load.key()
             decays, x, k = load.gates(), load.core(k_group), load.expand(k_group)
             beta = load.beta[..., None]

@@ -18,12 +18,15 @@ TABLE = tl.constexpr(320)  # floats of one (chunk, value head) in the row table,
 @triton.jit
 def forward_chain(
     q_ptr, k_ptr, v_ptr, rows_ptr, p_ptr, x_ptr, h0_ptr, cu_ptr, offsets_ptr,
-    o_ptr, ht_ptr, h_ptr, delta_ptr, pid, T, chunks_per_row,
+    o_ptr, ht_ptr, h_ptr, delta_ptr, starts_ptr, source_ptr, end_ptr, pid, T, chunks_per_row,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     VARLEN: tl.constexpr, HAS_H0: tl.constexpr, STORE_HT: tl.constexpr, STORE_H: tl.constexpr, OUTPUT: tl.constexpr,
-    DOT: tl.constexpr, STAGES: tl.constexpr,
+    SPAN: tl.constexpr, PIECE: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """S <- S0; per chunk E = V - gamma K S, delta = E + X (beta E), O = scale (gamma Q S + P beta delta), S <- next."""
+    """S <- S0; per chunk E = V - gamma K S, delta = E + X (beta E), O = scale (gamma Q S + P beta delta), S <- next.
+
+    SPAN: documents are parts of a span (`span_tables`), delta is by chunk. PIECE: a start state every so many chunks.
+    """
     SPLITS: tl.constexpr = (V + BV - 1) // BV
     split = pid % SPLITS
     head = (pid // SPLITS) % HV
@@ -36,10 +39,18 @@ def forward_chain(
     kcol = tl.arange(0, BK)
     vcol = split * BV + tl.arange(0, BV)
     state = (document.to(tl.int64) * HV + head) * K * V
-    if HAS_H0:
+    if SPAN:
+        source = tl.load(source_ptr + document).to(tl.int64)
+        S = tl.zeros([BK, BV], tl.float32)
+        if source >= 0:
+            S = load_state(starts_ptr + (source * HV + head) * K * V, kcol, vcol, K, V)
+        elif HAS_H0:
+            S = load_state(h0_ptr + ((-1 - source) * HV + head) * K * V, kcol, vcol, K, V).to(tl.float32)
+    elif HAS_H0:
         S = load_state(h0_ptr + state, kcol, vcol, K, V).to(tl.float32)
     else:
         S = tl.zeros([BK, BV], tl.float32)
+    slot = start // (64 * PIECE) - 1 if PIECE else start * 0
     for i in tl.range(0, tl.cdiv(length, 64), num_stages=STAGES):
         token = start + i * 64
         valid = tl.minimum(length - i * 64, 64)
@@ -51,12 +62,16 @@ def forward_chain(
         k_start = tl.load(table + 64 + rows)
         k_end = tl.load(table + 128 + rows)
         Sd = S.to(dtype)
+        if PIECE:  # noqa: SIM102 (a constexpr guards a store)
+            if (i > 0) & (i % PIECE == 0):
+                store_state(starts_ptr + ((slot + i // PIECE) * HV + head) * K * V, S, kcol, vcol, K, V)
         if STORE_H:
             store_state(h_ptr + ((first + i) * HV + head) * K * V, Sd, kcol, vcol, K, V)
         E = v.to(tl.float32) - k_start[:, None] * tl.dot(k, Sd, input_precision=DOT)
         delta = E + tl.dot(x, (beta[:, None] * E).to(dtype), input_precision=DOT)
         if STORE_H:
-            store_rows(delta_ptr + (token * HV + head) * V, delta, HV * V, rows, vcol, valid, V, WIDTH)
+            at = (first + i) * 64 if SPAN else token
+            store_rows(delta_ptr + (at * HV + head) * V, delta, HV * V, rows, vcol, valid, V, WIDTH)
         if OUTPUT:
             q = load_rows(q_ptr + (token * H + qk_head) * K, H * K, rows, kcol, valid, K, BK)
             p = load_rows(p_ptr + ((first + i) * HV + head) * 4096, 64, rows, rows, 64, 64, 64)
@@ -68,16 +83,24 @@ def forward_chain(
         S = S * tl.exp(tl.load(table + 256 + 63)) + tl.dot(tl.trans(k), update, input_precision=DOT)
     if STORE_HT:
         store_state(ht_ptr + state, S, kcol, vcol, K, V)
+    if SPAN and PIECE:  # noqa: SIM102 (a constexpr guards a load)
+        if tl.load(end_ptr + document) == -1:
+            slot += tl.cdiv(length, 64) // PIECE
+            store_state(starts_ptr + (slot * HV + head) * K * V, S, kcol, vcol, K, V)
 
 
 @triton.jit
 def adjoint_chain(
     do_ptr, dht_ptr, q_ptr, k_ptr, rows_ptr, p_ptr, x_ptr, cu_ptr, offsets_ptr,
-    dh_ptr, dr_ptr, dh0_ptr, pid, T, chunks_per_row,
+    dh_ptr, dr_ptr, dh0_ptr, end_ptr, target_ptr, carried_ptr, carry_ptr, pid, T, chunks_per_row,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    VARLEN: tl.constexpr, HAS_DHT: tl.constexpr, STORE_DH0: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr,
+    VARLEN: tl.constexpr, HAS_DHT: tl.constexpr, STORE_DH0: tl.constexpr, SPAN: tl.constexpr, DOT: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Chunks in reverse: dVn = P^T dO + decayed K dS, dR = dVn + X^T (beta dVn), dS <- the chunk's start."""
+    """Chunks in reverse: dVn = P^T dO + decayed K dS, dR = dVn + X^T (beta dVn), dS <- the chunk's start.
+
+    SPAN: documents are parts of a span (`span_tables`); what crosses its ends is in `carried_ptr` and `carry_ptr`.
+    """
     SPLITS: tl.constexpr = (V + BV - 1) // BV
     split = pid % SPLITS
     head = (pid // SPLITS) % HV
@@ -90,7 +113,14 @@ def adjoint_chain(
     kcol = tl.arange(0, BK)
     vcol = split * BV + tl.arange(0, BV)
     state = (document.to(tl.int64) * HV + head) * K * V
-    if HAS_DHT:
+    if SPAN:
+        end = tl.load(end_ptr + document).to(tl.int64)
+        dS = tl.zeros([BK, BV], tl.float32)
+        if end == -1:
+            dS = load_state(carried_ptr + head * K * V, kcol, vcol, K, V)
+        elif HAS_DHT:
+            dS = load_state(dht_ptr + (tl.maximum(end, 0) * HV + head) * K * V, kcol, vcol, K, V).to(tl.float32)
+    elif HAS_DHT:
         dS = load_state(dht_ptr + state, kcol, vcol, K, V).to(tl.float32)
     else:
         dS = tl.zeros([BK, BV], tl.float32)
@@ -124,45 +154,54 @@ def adjoint_chain(
         dS = dS * tl.exp(tl.load(table + 256 + 63)) + tl.dot(tl.trans(q), dO, input_precision=DOT)
         dZ = (-(beta * k_start)[:, None] * dR).to(dtype)
         dS += tl.dot(tl.trans(k), dZ, input_precision=DOT)
-    if STORE_DH0:
+    if SPAN:
+        target = tl.load(target_ptr + document).to(tl.int64)
+        if target == -1:
+            store_state(carry_ptr + head * K * V, dS, kcol, vcol, K, V)
+        if STORE_DH0:  # noqa: SIM102 (a constexpr guards a store)
+            if target >= 0:
+                store_state(dh0_ptr + (target * HV + head) * K * V, dS, kcol, vcol, K, V)
+    elif STORE_DH0:
         store_state(dh0_ptr + state, dS, kcol, vcol, K, V)
 
 
 @triton.jit(do_not_specialize=["T", "chunks_per_row"])
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, rows_ptr, p_ptr, x_ptr, h0_ptr, cu_ptr, offsets_ptr,
-    o_ptr, ht_ptr, h_ptr, delta_ptr, T, chunks_per_row,
+    o_ptr, ht_ptr, h_ptr, delta_ptr, starts_ptr, source_ptr, end_ptr, T, chunks_per_row,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     VARLEN: tl.constexpr, HAS_H0: tl.constexpr, STORE_HT: tl.constexpr, STORE_H: tl.constexpr, OUTPUT: tl.constexpr,
-    DOT: tl.constexpr, STAGES: tl.constexpr,
+    SPAN: tl.constexpr, PIECE: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One CTA per (document, value head, V block)."""
     forward_chain(
         q_ptr, k_ptr, v_ptr, rows_ptr, p_ptr, x_ptr, h0_ptr, cu_ptr, offsets_ptr,
-        o_ptr, ht_ptr, h_ptr, delta_ptr, tl.program_id(0), T, chunks_per_row,
-        H, HV, K, V, BK, BV, VARLEN, HAS_H0, STORE_HT, STORE_H, OUTPUT, DOT, STAGES,
+        o_ptr, ht_ptr, h_ptr, delta_ptr, starts_ptr, source_ptr, end_ptr, tl.program_id(0), T, chunks_per_row,
+        H, HV, K, V, BK, BV, VARLEN, HAS_H0, STORE_HT, STORE_H, OUTPUT, SPAN, PIECE, DOT, STAGES,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["chains", "T", "chunks_per_row"])
 def adjoint_kernel(
     do_ptr, dht_ptr, q_ptr, k_ptr, v_ptr, rows_ptr, p_ptr, x_ptr, h0_ptr, cu_ptr,
-    offsets_ptr, dh_ptr, dr_ptr, dh0_ptr, h_ptr, delta_ptr, chains, T, chunks_per_row,
+    offsets_ptr, dh_ptr, dr_ptr, dh0_ptr, h_ptr, delta_ptr, end_ptr, target_ptr, carried_ptr, carry_ptr,
+    piece_cu_ptr, piece_offsets_ptr, piece_source_ptr, starts_ptr, chains, T, chunks_per_row,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     VARLEN: tl.constexpr, HAS_H0: tl.constexpr, HAS_DHT: tl.constexpr, STORE_DH0: tl.constexpr, REPLAY: tl.constexpr,
-    DOT: tl.constexpr, STAGES: tl.constexpr,
+    SPAN: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The adjoint walk reads neither h nor delta, so with REPLAY the CTAs past `chains` rebuild them beside it."""
+    """The adjoint walk reads neither h nor delta, so with REPLAY the CTAs past `chains` rebuild them beside it: of a span
+    piece by piece."""
     pid = tl.program_id(0)
     if pid < chains:
         adjoint_chain(
             do_ptr, dht_ptr, q_ptr, k_ptr, rows_ptr, p_ptr, x_ptr, cu_ptr, offsets_ptr,
-            dh_ptr, dr_ptr, dh0_ptr, pid, T, chunks_per_row,
-            H, HV, K, V, BK, BV, VARLEN, HAS_DHT, STORE_DH0, DOT, STAGES,
+            dh_ptr, dr_ptr, dh0_ptr, end_ptr, target_ptr, carried_ptr, carry_ptr, pid, T, chunks_per_row,
+            H, HV, K, V, BK, BV, VARLEN, HAS_DHT, STORE_DH0, SPAN, DOT, STAGES,
         )  # fmt: skip
     elif REPLAY:
         forward_chain(
-            q_ptr, k_ptr, v_ptr, rows_ptr, p_ptr, x_ptr, h0_ptr, cu_ptr, offsets_ptr,
-            dr_ptr, dh0_ptr, h_ptr, delta_ptr, pid - chains, T, chunks_per_row,
-            H, HV, K, V, BK, BV, VARLEN, HAS_H0, False, True, False, DOT, STAGES,
+            q_ptr, k_ptr, v_ptr, rows_ptr, p_ptr, x_ptr, h0_ptr, piece_cu_ptr, piece_offsets_ptr,
+            dr_ptr, dh0_ptr, h_ptr, delta_ptr, starts_ptr, piece_source_ptr, None, pid - chains, T, chunks_per_row,
+            H, HV, K, V, BK, BV, VARLEN, HAS_H0, False, True, False, SPAN, 0, DOT, STAGES,
         )  # fmt: skip

@@ -8,7 +8,10 @@
 | x      | [B, T, HV, 64]    | q's   | light, full |
 | h      | [NC_max, HV, K, V]| q's   | full        |
 | delta  | [B, T, HV, V]     | q's   | full        |
+| starts | [S HV K V]        | fp32  | light       |
 
+`starts`, which travels in the place of h and has one axis, holds the states from which a backward in spans replays h:
+that in front of every 32nd chunk of a document (`spans.py`). S = B T // 2048, so there are none up to 2047 rows.
 A tape that is not kept is an empty tensor of shape (0,). NC_max = B * ceil(T / 64), or T // 64 + N with `cu_seqlens`:
 a bound, so that no shape depends on the values of `cu_seqlens`. float64 inputs keep float64 tapes.
 """
@@ -20,15 +23,16 @@ from typing import NamedTuple
 import torch
 
 from ..varlen import CHUNK
+from .spans import start_count
 
 SAVE_MODES = ("none", "light", "full")
 LIGHT = ("gcum", "k_rstd", "qscale", "x")
 FULL = (*LIGHT, "h", "delta")
-KEPT = {"none": (), "light": LIGHT, "full": FULL}
+KEPT = {"none": (), "light": (*LIGHT, "starts"), "full": FULL}
 
 
 class Tapes(NamedTuple):
-    """The six tapes in schema order; an empty tensor stands for one that is missing."""
+    """The six tapes in schema order; an empty tensor stands for one that is missing, start states for a missing h."""
 
     gcum: torch.Tensor
     k_rstd: torch.Tensor
@@ -68,16 +72,20 @@ def tape_shapes(q: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | Non
         "x": (batch, tokens, value_heads, CHUNK),
         "h": (chunk_bound(q, cu_seqlens), value_heads, key_width, value_width),
         "delta": (batch, tokens, value_heads, value_width),
+        "starts": (start_count(batch * tokens) * value_heads * key_width * value_width,),
     }
 
 
 def tape_dtype(name: str, q: torch.Tensor) -> torch.dtype:
-    return state_dtype(q) if name in ("gcum", "k_rstd", "qscale") else q.dtype
+    return state_dtype(q) if name in ("gcum", "k_rstd", "qscale", "starts") else q.dtype
 
 
 def new_tapes(q: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None, names: tuple[str, ...]) -> Tapes:
     """Zero tapes for `names` (rows of no document stay zero), empty ones for the rest. Serves the fake too."""
     shapes = tape_shapes(q, v, cu_seqlens)
-    return Tapes(
-        *(q.new_zeros(shapes[name] if name in names else (0,), dtype=tape_dtype(name, q)) for name in Tapes._fields)
-    )
+
+    def new(name: str) -> torch.Tensor:
+        name = "starts" if name == "h" and "starts" in names else name
+        return q.new_zeros(shapes[name] if name in names else (0,), dtype=tape_dtype(name, q))
+
+    return Tapes(*map(new, Tapes._fields))

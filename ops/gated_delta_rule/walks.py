@@ -34,11 +34,28 @@ class Chunks(NamedTuple):
 
 
 class Documents(NamedTuple):
-    """How many there are, their boundaries and chunk offsets on the device: None for the rows of a batch."""
+    """How many there are, their boundaries and chunk offsets on the device: None for the rows of a batch.
+
+    Parts of a span are documents too, with lists of whose their states are (`span_tables`): `source` for a forward walk
+    and `end` where it keeps start states, `end` and `target` for an adjoint one.
+    """
 
     count: int
     cu: Tensor | None
     offsets: Tensor | None
+    source: Tensor | None = None
+    end: Tensor | None = None
+    target: Tensor | None = None
+
+
+class Span(NamedTuple):
+    """What the backward walks of a span need besides its chains: the pieces to replay with the states in front of them,
+    and [HV, K, V] fp32 of the adjoint that comes from the span behind and of the one that goes on to the next."""
+
+    pieces: Documents
+    starts: Tensor
+    carried: Tensor
+    carry: Tensor
 
 
 @functools.cache
@@ -58,44 +75,59 @@ def uses_hopper_operands(p: Problem) -> bool:
 
 def forward_walk(
     p: Problem, chunks: Chunks, documents: Documents, h0: Tensor | None, o: Tensor, final: Tensor, h: Tensor,
-    delta: Tensor, *, store_final: bool, store_h: bool, output: bool,
+    delta: Tensor, *, store_final: bool, store_h: bool, output: bool, starts: Tensor | None = None,
+    piece: int = 0,
 ) -> None:  # fmt: skip
-    """Fills o (`output`), the final states (`store_final`), h and delta (`store_h`); the rest may be empty."""
+    """Fills o (`output`), the final states (`store_final`), h and delta (`store_h`); the rest may be empty.
+
+    With `piece`, fills `starts` every so many chunks; without, parts of a span begin with them.
+    """
     if uses_hopper(p):
         from . import hopper_walks
 
         return hopper_walks.forward_walk(
-            p, chunks, documents, h0, o, final, h, delta, store_final=store_final, store_h=store_h, output=output
-        )
+            p, chunks, documents, h0, o, final, h, delta, store_final=store_final, store_h=store_h, output=output,
+            starts=starts, piece=piece,
+        )  # fmt: skip
     config = select(p.dtype.itemsize, p.K, p.V).scan
-    arguments = (*chunks, h0, documents.cu, documents.offsets, o, final, h, delta, p.T, p.chunks_per_row)
+    span = documents.source is not None
+    arguments = (
+        *chunks, h0, documents.cu, documents.offsets, o, final, h, delta, starts, documents.source, documents.end,
+        p.T, p.chunks_per_row,
+    )  # fmt: skip
     launch(
         forward_kernel, documents.count * p.HV * -(-p.V // config.BV), arguments, p.device, H=p.H, HV=p.HV, K=p.K,
         V=p.V, BK=block_width(p.K), BV=config.BV, VARLEN=documents.cu is not None, HAS_H0=h0 is not None,
-        STORE_HT=store_final, STORE_H=store_h, OUTPUT=output, DOT=p.dot, STAGES=config.num_stages,
-        num_warps=config.num_warps,
+        STORE_HT=store_final, STORE_H=store_h, OUTPUT=output, SPAN=span, PIECE=piece, DOT=p.dot,
+        STAGES=config.num_stages, num_warps=config.num_warps,
     )  # fmt: skip
 
 
 def backward_walks(
     p: Problem, chunks: Chunks, documents: Documents, do: Tensor, dht: Tensor | None, h0: Tensor | None, dh: Tensor,
-    dr: Tensor, dh0: Tensor, h: Tensor, delta: Tensor, *, store_dh0: bool, replay: bool,
+    dr: Tensor, dh0: Tensor, h: Tensor, delta: Tensor, *, store_dh0: bool, replay: bool, span: Span | None = None,
 ) -> None:  # fmt: skip
-    """Fills dh, dR and the gradient of the initial states (`store_dh0`), and with `replay` h and delta from `h0`."""
+    """Fills dh, dR and the gradient of the initial states (`store_dh0`), and with `replay` h and delta from `h0`.
+
+    With `span`, `documents` are its chains: h, dh and delta are by chunk of the span.
+    """
     if uses_hopper(p):
         from . import hopper_walks
 
         return hopper_walks.backward_walks(
-            p, chunks, documents, do, dht, h0, dh, dr, dh0, h, delta, store_dh0=store_dh0, replay=replay
+            p, chunks, documents, do, dht, h0, dh, dr, dh0, h, delta, store_dh0=store_dh0, replay=replay, span=span
         )
     config = select(p.dtype.itemsize, p.K, p.V).scan
-    chains = documents.count * p.HV * -(-p.V // config.BV)
+    wide = p.HV * -(-p.V // config.BV)
+    chains = documents.count * wide
+    pieces, starts, carried, carry = (documents, None, None, None) if span is None else span
     arguments = (
-        do, dht, *chunks, h0, documents.cu, documents.offsets, dh, dr, dh0, h, delta, chains, p.T, p.chunks_per_row,
+        do, dht, *chunks, h0, documents.cu, documents.offsets, dh, dr, dh0, h, delta, documents.end, documents.target,
+        carried, carry, pieces.cu, pieces.offsets, pieces.source, starts, chains, p.T, p.chunks_per_row,
     )  # fmt: skip
     launch(
-        adjoint_kernel, chains * (2 if replay else 1), arguments, p.device, H=p.H, HV=p.HV, K=p.K, V=p.V,
-        BK=block_width(p.K), BV=config.BV, VARLEN=documents.cu is not None, HAS_H0=h0 is not None,
-        HAS_DHT=dht is not None, STORE_DH0=store_dh0, REPLAY=replay, DOT=p.dot, STAGES=config.num_stages,
-        num_warps=config.num_warps,
+        adjoint_kernel, chains + (pieces.count * wide if replay else 0), arguments, p.device, H=p.H, HV=p.HV, K=p.K,
+        V=p.V, BK=block_width(p.K), BV=config.BV, VARLEN=documents.cu is not None, HAS_H0=h0 is not None,
+        HAS_DHT=dht is not None, STORE_DH0=store_dh0, REPLAY=replay, SPAN=span is not None, DOT=p.dot,
+        STAGES=config.num_stages, num_warps=config.num_warps,
     )  # fmt: skip

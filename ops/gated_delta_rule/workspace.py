@@ -13,6 +13,14 @@ Each formula is written once, over numbers that may be integers, SymInts or symp
 | row_table               | 1280 NC HV            | every phase on CUDA: row factors of each chunk                   |
 | scores                  | 4096 e NC HV          | every phase on CUDA: decayed Q K^T of each chunk                 |
 
+In spans (`spans.py`) a backward on CUDA that replays h and delta has, for L chunks at most in a span, L in the place of
+NC in h, dh, row_table and scores, and
+
+| delta                   | 64 e L HV V           |                                                                  |
+| carry                   | 8 HV K V              | the adjoint from span to span, read and written in turn          |
+| span_tables             | 4 bytes an entry      | where the parts of each span lie                                 |
+| starts                  | 4 (T // 2048) HV K V  | backward when the forward's were not kept                        |
+
 e is the bytes of an element of q, NC = T // 64 + N the bound on the chunks of N documents in T tokens. A buffer takes
 a whole number of 256 bytes. Inside a step the CPU implementation adds tiles of at most `grid.TILE_ELEMENTS` elements
 each; they do not grow with T and are not counted.
@@ -28,7 +36,8 @@ from ..validation import FLOATS, check_int, check_tensor
 from ..varlen import CHUNK, Packing, check_index_vector, read_boundaries
 from .arena import ALIGNMENT
 from .checks import WIDTHS
-from .tapes import FULL, KEPT, LIGHT, Tapes, chunk_bound
+from .spans import SpanPlan, plan_spans, start_count
+from .tapes import FULL, KEPT, LIGHT, Tapes, chunk_bound, document_count
 
 if TYPE_CHECKING:
     import sympy
@@ -38,6 +47,7 @@ if TYPE_CHECKING:
 PHASES = ("inference", "forward", "backward_replay", "backward_kept", "full")
 _REBUILT = {"backward_replay": FULL, "backward_kept": ("h", "delta"), "full": ()}
 _WALK = ("row_table", "scores")
+_IN_SPANS = ("backward_replay", "backward_kept")
 BOUND = {
     "cuda": {
         "inference": (*LIGHT, *_WALK),
@@ -49,7 +59,8 @@ BOUND = {
 
 
 class Sizes(NamedTuple):
-    """T tokens, NC bound on chunks, head counts and widths, e bytes of an element of q, f bytes of an fp32 tape's."""
+    """T tokens, NC bound on chunks, head counts and widths, e bytes of an element of q, f bytes of an fp32 tape's; N
+    documents, by default those of a pack."""
 
     T: Any
     NC: Any
@@ -59,6 +70,7 @@ class Sizes(NamedTuple):
     V: Any
     e: Any
     f: Any = 4
+    N: Any = None
 
     def bytes_of(self, buffer: str) -> Any:
         """Exact bytes of a buffer, before alignment."""
@@ -74,22 +86,49 @@ class Sizes(NamedTuple):
             return self.e * self.NC * self.HV * CHUNK * CHUNK
         if buffer == "delta":
             return self.e * self.T * self.HV * self.V
+        if buffer == "starts":
+            return self.f * start_count(self.T) * self.HV * self.K * self.V
         return self.e * self.NC * self.HV * self.K * self.V
+
+    def spans(self, phase: str, device: str) -> SpanPlan | None:
+        """The spans of a phase, None where it does not work in any."""
+        if device != "cuda" or phase not in _IN_SPANS:
+            return None
+        N = self.NC - self.T // CHUNK if self.N is None else self.N
+        plan = plan_spans(self.T, N, self.NC, self.HV, self.K, self.V, self.e)
+        return plan if plan.count > 1 or (phase == "backward_kept" and start_count(self.T) > 0) else None
+
+    def buffers(self, phase: str, device: str, plan: SpanPlan | None, rows: Any) -> dict[str, Any]:
+        """Bytes by name; `rows` is the plan's, or a symbol for it."""
+        part = self if plan is None else self._replace(NC=rows)
+        sizes = {name: (self if name in LIGHT else part).bytes_of(name) for name in BOUND[device][phase]}
+        if plan is None:
+            return sizes
+        sizes["delta"] = self.e * CHUNK * rows * self.HV * self.V
+        sizes["carry"] = 2 * self.f * self.HV * self.K * self.V
+        sizes["span_tables"] = 4 * plan.count * sum(plan.widths)
+        if phase == "backward_replay":
+            sizes["starts"] = self.bytes_of("starts")
+        return sizes
 
     def arena_bytes(self, phase: str, device: str = "cuda") -> Any:
         """Integer (or SymInt) bytes of the arena in a phase."""
-        return sum(-(-self.bytes_of(name) // ALIGNMENT) * ALIGNMENT for name in BOUND[device][phase])
+        plan = self.spans(phase, device)
+        sizes = self.buffers(phase, device, plan, None if plan is None else plan.rows)
+        return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes.values())
 
 
 def sizes_of(q: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None) -> Sizes:
     """Sizes of a call from its tensors; `T` counts the rows of all batch rows."""
     rows = q.shape[0] * q.shape[1]
     wide = 8 if q.dtype == torch.float64 else 4
-    return Sizes(rows, chunk_bound(q, cu_seqlens), *(q.shape[2], v.shape[2], q.shape[3], v.shape[3]), q.itemsize, wide)
+    heads = (q.shape[2], v.shape[2], q.shape[3], v.shape[3])
+    return Sizes(rows, chunk_bound(q, cu_seqlens), *heads, q.itemsize, wide, document_count(q, cu_seqlens))
 
 
 class WorkspaceLayout(dict[str, "sympy.Expr"]):
-    """Bytes of the arena by phase, as sympy expressions in the symbols T, N, H, HV, K, V and e.
+    """Bytes of the arena by phase, as sympy expressions in the symbols T, N, H, HV, K, V and e, and L, the chunks of a
+    span, where a phase works in spans.
 
     Phases: "inference" (no gradient), "forward", then the backward with every tape rebuilt ("backward_replay"), with
     the light tapes kept ("backward_kept") and with save_mode "full" ("full").
@@ -133,12 +172,18 @@ def gdn_workspace_layout(
     names = ("T", "N", "H", "HV", "K", "V", "e")
     T, N, *rest = symbols = sympy.symbols(names, integer=True, nonnegative=True)
     sizes = Sizes(T, sympy.floor(T / CHUNK) + N, *rest)
-    phases = {
-        phase: sympy.Add(*(ALIGNMENT * sympy.ceiling(sizes.bytes_of(name) / ALIGNMENT) for name in bound))
-        for phase, bound in BOUND[device].items()
-    }
     numbers = (tokens, documents, H, HV, K, V, dtype.itemsize)
-    return WorkspaceLayout(phases, dict(zip(symbols, numbers, strict=True)))
+    values = dict(zip(symbols, numbers, strict=True))
+    known = Sizes(tokens, tokens // CHUNK + documents, *numbers[2:])
+    L = sympy.Symbol("L", integer=True, nonnegative=True)
+    phases = {}
+    for phase in BOUND[device]:
+        plan = known.spans(phase, device)
+        if plan is not None:
+            values[L] = plan.rows
+        parts = sizes.buffers(phase, device, plan, L).values()
+        phases[phase] = sympy.Add(*(ALIGNMENT * sympy.ceiling(part / ALIGNMENT) for part in parts))
+    return WorkspaceLayout(phases, values)
 
 
 def gdn_workspace_bytes(
@@ -191,7 +236,7 @@ def gdn_saved_bytes(
     """
     tokens, documents = _pack(cu_seqlens, H, HV, K, V, dtype, save_mode, reuse_recompute_tapes, cp)
     sizes = Sizes(tokens, tokens // CHUNK + documents, H, HV, K, V, dtype.itemsize)
-    saved = sum(sizes.bytes_of(name) for name in KEPT[save_mode])
+    saved = sum(sizes.bytes_of(name) for name in KEPT[save_mode] if cp is None or name != "starts")
     if cp is not None:
         from ..kcp.context import SPARE
 
@@ -213,7 +258,10 @@ def backward_phase(tapes: Tapes) -> str:
     missing = tapes.missing()
     if not missing:
         return "full"
-    return "backward_replay" if set(missing) & set(LIGHT) else "backward_kept"
+    if set(missing) & set(LIGHT):
+        return "backward_replay"
+    without = isinstance(tapes.h.shape[0], int) and tapes.h.shape[0] == 0
+    return "backward_replay" if without and start_count(tapes.gcum.numel() // tapes.gcum.shape[-1]) else "backward_kept"
 
 
 def check_workspace_bytes(workspace: torch.Tensor | None, sizes: Sizes, phases: tuple[str, ...]) -> None:

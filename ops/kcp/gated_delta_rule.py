@@ -19,7 +19,7 @@ from ..triton_support import triton_ready
 from ..validation import FLOATS, check_device, check_dtype, check_rank, check_shape
 from .context import SPARE
 from .exchange import Exchange, StateMap
-from .local import BackwardRun, ForwardRun, Inputs, index_tensor
+from .local import BackwardRun, ForwardRun, Inputs, index_tensor, without_starts
 from .plan import RankPlan, Walks, decode_plan, needs_map
 
 Tensor = torch.Tensor
@@ -208,6 +208,7 @@ def _kcp_forward_fake(
         q, k, v, g, beta, starts, segments, chunk_offsets, None,
         scale=scale, use_qk_l2norm=use_qk_l2norm, save_mode=save_mode,
     )  # fmt: skip
+    tapes = without_starts(Tapes(*tapes))
     final = starts.new_empty(pack.shape[0] - 1 if output_final_state else 0, HV, K, V)
     return o, final, starts, starts.new_empty((map_rows.shape[0] - SPARE) * HV * K * K + SPARE), *tapes
 

@@ -67,13 +67,18 @@ def segment_maps(plan: RankPlan, chosen: list[int], x: Inputs) -> torch.Tensor:
     )[1]  # fmt: skip
 
 
+def without_starts(tapes: Tapes) -> Tapes:
+    """A segment begins with a state anyway."""
+    return tapes if tapes.h.dim() > 1 else tapes._replace(h=tapes.delta.new_empty(0))
+
+
 class ForwardRun:
     """Walks of one forward; `o`, `ends` and `tapes` are complete when every segment was walked."""
 
     def __init__(self, plan: RankPlan, x: Inputs, save_mode: str) -> None:
         self.plan, self.x, self.save_mode = plan, x, save_mode
         self.o = x.q.new_zeros(x.v.shape)
-        self.tapes = new_tapes(x.q, x.v, x.segments, KEPT[save_mode])
+        self.tapes = without_starts(new_tapes(x.q, x.v, x.segments, KEPT[save_mode]))
         self.ends = x.q.new_empty(len(plan.segments), x.v.shape[2], x.k.shape[3], x.v.shape[3], dtype=torch.float32)
 
     def values(self, chosen: list[int], starts: torch.Tensor) -> dict[int, torch.Tensor]:
@@ -107,13 +112,13 @@ class ForwardRun:
             None, None, scale=x.scale, output_final_state=True, use_qk_l2norm=x.l2norm, save_mode=self.save_mode,
         )  # fmt: skip
         if run.whole:
-            self.o, self.ends, self.tapes = o, ends, Tapes(*tapes)
+            self.o, self.ends, self.tapes = o, ends, without_starts(Tapes(*tapes))
             return
         self.o[:, tokens] = o
         self.ends[run.first : run.last] = ends
         for name, made in Tapes(*tapes)._asdict().items():
             kept = getattr(self.tapes, name)
-            if name == "h":
+            if name == "h" and kept.dim() > 1:
                 kept[run.first_chunk : run.last_chunk] = made[: run.last_chunk - run.first_chunk]
             elif kept.dim() > 1:
                 kept[:, tokens] = made

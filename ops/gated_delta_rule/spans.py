@@ -1,0 +1,74 @@
+"""The backward in spans of chunks: how long they are, and how much each needs. Shapes alone decide, on every card.
+
+A piece is 32 chunks of a document, counted from its start, so where pieces lie does not depend on the packing. The
+forward of save_mode "light" keeps the fp32 state in front of every piece but a document's first, so all pieces of a span
+are replayed side by side. A span begins at the first piece that starts at or behind a multiple of `length` chunks of the
+whole grid, and at most one document reaches across its start: the fp32 adjoint of that one state is all that goes from
+one span to the next.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ..varlen import CHUNK
+from . import configs
+
+
+class SpanPlan(NamedTuple):
+    """`count` spans of `length` chunks.
+
+    Attributes:
+        rows: bound on the chunks of a span, which sizes its buffers.
+        chains: bound on the documents, or parts of one, in a span.
+        pieces: bound on its pieces.
+    """
+
+    length: int
+    count: int
+    rows: int
+    chains: int
+    pieces: int
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Ints of the eight tables of a span, see `span_tables`: each begins at a multiple of 16 bytes."""
+        chains, pieces = self.chains, self.pieces
+        sizes = (chains + 1, chains + 1, chains, chains, chains, pieces + 1, pieces + 1, pieces)
+        return tuple(-(-size // 4) * 4 for size in sizes)
+
+
+def start_count(tokens: Any) -> Any:
+    """Start states that the forward keeps of `tokens` rows, of all batch rows together: a bound without cu_seqlens.
+
+    Piece j > 0 of a document that begins at row r has slot (r // rows of a piece) + j - 1. No two share one: the first
+    kept piece of a later document starts a whole piece behind any start in an earlier one.
+    """
+    return tokens // (CHUNK * configs.SPANS.piece)
+
+
+def chunk_bytes(HV: int, K: int, V: int, itemsize: int) -> int:
+    """h, dh, delta, scores and row table of one chunk."""
+    return HV * (itemsize * (2 * K * V + CHUNK * V + CHUNK * CHUNK) + 4 * 5 * CHUNK)
+
+
+def plan_spans(tokens: int, documents: int, chunks: int, HV: int, K: int, V: int, itemsize: int) -> SpanPlan:
+    """Spans of `tokens` rows in `documents`; `chunks` bounds the chunks of all."""
+    config = configs.SPANS
+    piece = config.piece
+    chunks = min(chunks, (tokens + (CHUNK - 1) * documents) // CHUNK)
+    each = chunk_bytes(HV, K, V, itemsize)
+    if chunks * each <= config.alone_bytes:
+        length = chunks
+    else:
+        chains = HV * -(-V // configs.select(itemsize, K, V).scan.BV)
+        together = min(documents, -(-config.chains // chains))
+        wanted = config.span_bytes // each if together == 1 else together * -(-chunks // documents)
+        wanted = max(min(wanted, config.most_bytes // each), config.span_bytes // each)
+        length = wanted if wanted >= chunks else max(wanted // piece, 1) * piece
+    if length >= chunks:
+        length, count, rows = max(chunks, 1), 1, chunks
+    else:
+        count, rows = -(-chunks // length), length + (piece - 1 if documents > 1 else 0)
+    pieces = -(-length // piece) if documents == 1 else min(documents, length) + length // piece
+    return SpanPlan(length, count, rows, min(documents, rows), pieces)
