@@ -84,3 +84,16 @@ def load_state(ptr, rows, columns, K: tl.constexpr, V: tl.constexpr):
 def store_state(ptr, state, rows, columns, K: tl.constexpr, V: tl.constexpr):
     mask = (rows < K)[:, None] & (columns < V)[None, :]
     tl.store(ptr + rows[:, None] * V + columns[None, :], state.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_turned(ptr, rows, columns, K: tl.constexpr, V: tl.constexpr):
+    """A state that was kept as [V, K], see `forward_hopper`."""
+    mask = (rows < K)[:, None] & (columns < V)[None, :]
+    return tl.load(ptr + rows[:, None] + columns[None, :] * K, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_turned(ptr, state, rows, columns, K: tl.constexpr, V: tl.constexpr):
+    mask = (rows < K)[:, None] & (columns < V)[None, :]
+    tl.store(ptr + rows[:, None] + columns[None, :] * K, state, mask=mask)

@@ -176,7 +176,7 @@ def _walk(problem: Problem, kept: Tapes, made: Tapes, o: torch.Tensor | None, fi
                 made.h.index_copy_(0, step.chunks, now.to(made.h.dtype))
             elif made.h.numel() and c and c % piece == 0:
                 slots = group.starts[: step.count] // (CHUNK * piece) + c // piece - 1
-                made.h.view(-1, *now.shape[1:]).index_copy_(0, slots, now)
+                made.h.view(-1, *now.mT.shape[1:]).index_copy_(0, slots, now.mT)
             k_group = load.key()
             decays, x, k = load.gates(), load.core(k_group), load.expand(k_group)
             beta = load.beta[..., None]

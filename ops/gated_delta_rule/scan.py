@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .device import load_rows, load_state, locate_document, store_rows, store_state
+from .device import load_rows, load_state, load_turned, locate_document, store_rows, store_state, store_turned
 
 TABLE = tl.constexpr(320)  # floats of one (chunk, value head) in the row table, see scores.py
 
@@ -43,7 +43,7 @@ def forward_chain(
         source = tl.load(source_ptr + document).to(tl.int64)
         S = tl.zeros([BK, BV], tl.float32)
         if source >= 0:
-            S = load_state(starts_ptr + (source * HV + head) * K * V, kcol, vcol, K, V)
+            S = load_turned(starts_ptr + (source * HV + head) * K * V, kcol, vcol, K, V)
         elif HAS_H0:
             S = load_state(h0_ptr + ((-1 - source) * HV + head) * K * V, kcol, vcol, K, V).to(tl.float32)
     elif HAS_H0:
@@ -64,7 +64,7 @@ def forward_chain(
         Sd = S.to(dtype)
         if PIECE:  # noqa: SIM102 (a constexpr guards a store)
             if (i > 0) & (i % PIECE == 0):
-                store_state(starts_ptr + ((slot + i // PIECE) * HV + head) * K * V, S, kcol, vcol, K, V)
+                store_turned(starts_ptr + ((slot + i // PIECE) * HV + head) * K * V, S, kcol, vcol, K, V)
         if STORE_H:
             store_state(h_ptr + ((first + i) * HV + head) * K * V, Sd, kcol, vcol, K, V)
         E = v.to(tl.float32) - k_start[:, None] * tl.dot(k, Sd, input_precision=DOT)
@@ -86,7 +86,7 @@ def forward_chain(
     if SPAN and PIECE:  # noqa: SIM102 (a constexpr guards a load)
         if tl.load(end_ptr + document) == -1:
             slot += tl.cdiv(length, 64) // PIECE
-            store_state(starts_ptr + (slot * HV + head) * K * V, S, kcol, vcol, K, V)
+            store_turned(starts_ptr + (slot * HV + head) * K * V, S, kcol, vcol, K, V)
 
 
 @triton.jit
@@ -190,8 +190,9 @@ def adjoint_kernel(
     VARLEN: tl.constexpr, HAS_H0: tl.constexpr, HAS_DHT: tl.constexpr, STORE_DH0: tl.constexpr, REPLAY: tl.constexpr,
     SPAN: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The adjoint walk reads neither h nor delta, so with REPLAY the CTAs past `chains` rebuild them beside it: of a span
-    piece by piece."""
+    """The adjoint walk reads neither h nor delta, so with REPLAY the CTAs past `chains` rebuild them beside it.
+
+    SPAN: piece by piece."""
     pid = tl.program_id(0)
     if pid < chains:
         adjoint_chain(

@@ -1,10 +1,10 @@
 """The backward in spans of chunks: how long they are, and how much each needs. Shapes alone decide, on every card.
 
 A piece is 32 chunks of a document, counted from its start, so where pieces lie does not depend on the packing. The
-forward of save_mode "light" keeps the fp32 state in front of every piece but a document's first, so all pieces of a span
-are replayed side by side. A span begins at the first piece that starts at or behind a multiple of `length` chunks of the
-whole grid, and at most one document reaches across its start: the fp32 adjoint of that one state is all that goes from
-one span to the next.
+forward of save_mode "light" keeps the fp32 state in front of every piece but a document's first, so all pieces of a
+span are replayed side by side. A span begins at the first piece that starts at or behind a multiple of `length`
+chunks of the whole grid, and at most one document reaches across its start: the fp32 adjoint of that one state is all
+that goes from one span to the next.
 """
 
 from __future__ import annotations

@@ -13,13 +13,17 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from ple_gdn.ops.gated_delta_rule import gradients, prep, scan, scores  # noqa: E402
+from ple_gdn.ops.gated_delta_rule import gradients, prep, scan, scores, span_tables  # noqa: E402
 from ple_gdn.ops.gated_delta_rule.configs import TABLE, block_width, select  # noqa: E402
 
 SHARED_LIMIT = 232448
 FP32 = {
     *("gcum_ptr", "k_rstd_ptr", "qscale_ptr", "h0_ptr", "ht_ptr", "dht_ptr", "dh0_ptr", "g_ptr", "beta_ptr"),
-    *("dg_ptr", "dbeta_ptr", "rows_ptr"),
+    *("dg_ptr", "dbeta_ptr", "rows_ptr", "starts_ptr", "carried_ptr", "carry_ptr"),
+}
+INDICES = {
+    *("cu_ptr", "offsets_ptr", "source_ptr", "end_ptr", "target_ptr", "out_ptr"),
+    *("piece_cu_ptr", "piece_offsets_ptr", "piece_source_ptr"),
 }
 WALK = {"VARLEN": True, "HAS_H0": True, "DOT": "tf32x3"}
 
@@ -40,22 +44,33 @@ def specs(itemsize: int, K: int, V: int, H: int = 16, HV: int = 48) -> dict[str,
         "score": (scores.score_kernel, {**common, "BK": block_width(K), "VARLEN": True, "DOT": "tf32x3"}, 4),
         "forward": (
             scan.forward_kernel,
-            {**walk, "STORE_HT": True, "STORE_H": False, "OUTPUT": True},
+            {**walk, "STORE_HT": True, "STORE_H": False, "OUTPUT": True, "SPAN": False, "PIECE": 32},
             config.scan.num_warps,
         ),
         "tapes": (
             scan.forward_kernel,
-            {**walk, "STORE_HT": False, "STORE_H": True, "OUTPUT": False},
+            {**walk, "STORE_HT": False, "STORE_H": True, "OUTPUT": False, "SPAN": False, "PIECE": 0},
             config.scan.num_warps,
         ),
         "adjoint": (
             scan.adjoint_kernel,
-            {**walk, "HAS_DHT": True, "STORE_DH0": True, "REPLAY": True},
+            {**walk, "HAS_DHT": True, "STORE_DH0": True, "REPLAY": True, "SPAN": False},
             config.scan.num_warps,
         ),
+        "adjoint of a span": (
+            scan.adjoint_kernel,
+            {**walk, "HAS_DHT": True, "STORE_DH0": True, "REPLAY": True, "SPAN": True},
+            config.scan.num_warps,
+        ),
+        "start states": (
+            scan.forward_kernel,
+            {**walk, "STORE_HT": False, "STORE_H": False, "OUTPUT": False, "SPAN": True, "PIECE": 32},
+            config.scan.num_warps,
+        ),
+        "tables": (span_tables.span_tables_kernel, {"PIECE": 32, "VARLEN": True, "BLOCK": 128}, 4),
         "gradient": (
             gradients.gradient_kernel,
-            {**tiles, **flags, "BV": config.gradient.BV, "STAGES": config.gradient.num_stages},
+            {**tiles, **flags, "SPAN": True, "BV": config.gradient.BV, "STAGES": config.gradient.num_stages},
             config.gradient.num_warps,
         ),
     }
@@ -70,7 +85,7 @@ def compile_for_hopper(itemsize: int, kernel: object, constants: dict, warps: in
             return "constexpr"
         if name in FP32:
             return "*fp32"
-        if name in ("cu_ptr", "offsets_ptr"):
+        if name in INDICES:
             return "*i32"
         return element if name.endswith("_ptr") else "fp32" if name.endswith("scale") else "i32"
 
@@ -92,13 +107,14 @@ def compile_for_hopper(itemsize: int, kernel: object, constants: dict, warps: in
 # Stack frame bytes per thread, 0 meaning no spill: Triton 3.6 gives (144, 0, 0, 16, 584), 3.9 (200, 0, 32, 32, 1856).
 # The gradient kernel's 128-row tiles do not fit 255 registers.
 STACK_LIMIT = {"prep": 208, "score": 0, "forward": 32, "tapes": 32, "adjoint": 32, "gradient": 1920}
+STACK_LIMIT |= {"adjoint of a span": 32, "start states": 32, "tables": 0}
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        *("score", "forward"),
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("prep", "tapes", "adjoint", "gradient")),
+        *("score", "forward", "tables"),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in STACK_LIMIT if n not in ("score", "forward", "tables")),
     ],
 )
 def test_the_training_shape_fits_a_hopper_multiprocessor(name: str, tmp_path: Path) -> None:
@@ -108,7 +124,7 @@ def test_the_training_shape_fits_a_hopper_multiprocessor(name: str, tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["prep", "score", "forward", "tapes", "adjoint", "gradient"])
+@pytest.mark.parametrize("name", STACK_LIMIT)
 @pytest.mark.parametrize(("itemsize", "width"), [key for key in TABLE if key != (2, 128)])
 def test_every_pinned_configuration_compiles_for_hopper(name: str, itemsize: int, width: int, tmp_path: Path) -> None:
     shared, _ = compile_for_hopper(itemsize, *specs(itemsize, width, width)[name], tmp_path)

@@ -102,13 +102,15 @@ def walk_once(module: object, seed: int, length: int = 321, stages: int = 2) -> 
         own = {
             "v_desc": value, "o_desc": o_desc, "h_desc": state, "delta_desc": Descriptor(delta, [64, 64]),
             "h0_ptr": None, "ht_ptr": None, "o_ptr": out, "delta_ptr": delta,
+            "starts_ptr": None, "source_ptr": None, "end_ptr": None, "SPAN": False, "PIECE": 0,
             "HAS_H0": False, "STORE_HT": False, "STORE_H": True, "OUTPUT": True,
         }  # fmt: skip
         kernel = module.hopper_forward_kernel
     else:
         own = {
             "do_desc": value, "dr_desc": Descriptor(out, [64, 64]), "dh_desc": state, "dr_ptr": out,
-            "dht_ptr": None, "dh0_ptr": None, "HAS_DHT": False, "STORE_DH0": False,
+            "dht_ptr": None, "dh0_ptr": None, "HAS_DHT": False, "STORE_DH0": False, "SPAN": False,
+            **dict.fromkeys(("end_ptr", "target_ptr", "carried_ptr", "carry_ptr")),
         }  # fmt: skip
         kernel = module.hopper_adjoint_kernel
     gluon_language.run(kernel, 2, {**shared, **own}, seed)
@@ -184,8 +186,9 @@ def compiled(kernel: object, constants: dict, maxnreg: int, tmp_path: Path) -> t
         if name.endswith("_desc"):
             block = {"q": [64, 128], "k": [64, 128], "h": [128, 64], "dh": [128, 64]}.get(name[:-5], [64, 64])
             return f"tensordesc<bf16{block},{NVMMASharedLayout(128, 16, rank=2)!r}>"
-        wide = name in ("h0_ptr", "ht_ptr", "dht_ptr", "dh0_ptr")
-        kinds = {"cu_ptr": "*i32", "offsets_ptr": "*i32", "T": "i32", "chunks_per_row": "i32"}
+        wide = name in ("h0_ptr", "ht_ptr", "dht_ptr", "dh0_ptr", "starts_ptr", "carried_ptr", "carry_ptr")
+        lists = ("cu_ptr", "offsets_ptr", "source_ptr", "end_ptr", "target_ptr")
+        kinds = {**dict.fromkeys(lists, "*i32"), "T": "i32", "chunks_per_row": "i32"}
         return kinds.get(name, "*fp32" if wide else "*bf16")
 
     names = kernel.arg_names
@@ -203,18 +206,24 @@ def compiled(kernel: object, constants: dict, maxnreg: int, tmp_path: Path) -> t
     return binary.metadata.shared, report
 
 
+OUT = {"HAS_H0": True, "STORE_HT": True, "STORE_H": False, "OUTPUT": True, "SPAN": False, "PIECE": 0}
+REPLAY = {**OUT, "STORE_HT": False, "STORE_H": True, "OUTPUT": False}
 FORMS = {
-    "forward": (forward_hopper, {"HAS_H0": True, "STORE_HT": True, "STORE_H": False, "OUTPUT": True}),
-    "full": (forward_hopper, {"HAS_H0": True, "STORE_HT": True, "STORE_H": True, "OUTPUT": True}),
-    "replay": (forward_hopper, {"HAS_H0": True, "STORE_HT": False, "STORE_H": True, "OUTPUT": False}),
-    "summary": (forward_hopper, {"HAS_H0": True, "STORE_HT": True, "STORE_H": False, "OUTPUT": False}),
-    "adjoint": (adjoint_hopper, {"HAS_DHT": True, "STORE_DH0": True}),
+    "forward": (forward_hopper, {**OUT, "PIECE": 32}),
+    "forward of a short call": (forward_hopper, OUT),
+    "full": (forward_hopper, {**OUT, "STORE_H": True}),
+    "replay": (forward_hopper, REPLAY),
+    "replay of a span": (forward_hopper, {**REPLAY, "SPAN": True}),
+    "start states": (forward_hopper, {**REPLAY, "STORE_H": False, "SPAN": True, "PIECE": 32}),
+    "summary": (forward_hopper, {**OUT, "OUTPUT": False}),
+    "adjoint": (adjoint_hopper, {"HAS_DHT": True, "STORE_DH0": True, "SPAN": False}),
+    "adjoint of a span": (adjoint_hopper, {"HAS_DHT": True, "STORE_DH0": True, "SPAN": True}),
 }
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["alone", "two on a multiprocessor"])
 @pytest.mark.parametrize(
-    "form", ["forward", *(pytest.param(n, marks=pytest.mark.slow) for n in ("full", "replay", "summary", "adjoint"))]
+    "form", ["forward", *(pytest.param(n, marks=pytest.mark.slow) for n in FORMS if n != "forward")]
 )
 def test_the_walks_fit_a_multiprocessor_and_run_their_products_in_parallel(
     form: str, shared: bool, tmp_path: Path

@@ -70,7 +70,7 @@ def run_once(module: object, seed: int, group: int = 2) -> dict[str, torch.Tenso
         "k_rstd_ptr": torch.rand(tokens, H), "qscale_ptr": torch.rand(tokens, H),
         "cu_ptr": boundaries, "offsets_ptr": offsets, **{f"{n}_ptr": t for n, t in out.items()},
         "inverse_scale": 2.0, "documents": len(lengths), "T": tokens, "chunks": chunks, "chunks_per_row": chunks,
-        "H": H, "HV": HV, "VARLEN": True, "L2NORM": True, "SIDE_REGISTERS": 0,
+        "H": H, "HV": HV, "VARLEN": True, "SPAN": False, "L2NORM": True, "SIDE_REGISTERS": 0,
     }  # fmt: skip
     gluon_language.run(module.hopper_gradient_kernel, 3, arguments, seed)
     return out
