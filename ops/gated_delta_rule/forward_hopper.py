@@ -86,7 +86,7 @@ def walk(
     vcol = split * 64 + gl.arange(0, 64, gl.SliceLayout(1, WIDE))
     state = gl.cast(document * HV + head, gl.int64) * 16384
     inside = gl.arange(0, 128, gl.SliceLayout(0, WIDE))[None, :] * 128 + vcol[:, None]
-    # Start states are kept as they lie, [V, K]: pairs at immediate offsets, where `inside` costs 28 registers in the loop.
+    # Start states are kept as they lie, [V, K]: pairs at immediate offsets; `inside` would cost the loop 28 registers.
     turned = gl.arange(0, 128, gl.SliceLayout(0, WIDE))[None, :] + vcol[:, None] * 128
     S = gl.zeros([64, 128], gl.float32, WIDE)
     if SPAN:
