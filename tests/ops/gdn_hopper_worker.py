@@ -1,7 +1,8 @@
 """Run with TRITON_INTERPRET=1: the Hopper walks in the emulator, inside the CUDA launchers, on CPU tensors.
 
 Prints, as JSON, relative RMS errors against the float64 recurrence of the plain walks and of the Hopper walks; with
-"segments" for the save mode, of one call and of a context of one rank that cuts its documents in P = 1 and 2.
+"segments" for the save mode, of one call and of a context of one rank that cuts its documents in P = 1 and 2; with
+"spans", of a backward in one span that keeps h and delta and of one in many that was given nothing, after bits.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from oracles.gdn import NAMES, make_case, oracle, relative_rms, run_front
 from oracles.gluon_emulator import Descriptor
 
 import ple_gdn
-from ple_gdn.ops.gated_delta_rule import hopper_gradients, hopper_walks, launch, walks
+from ple_gdn.ops.gated_delta_rule import configs, hopper_gradients, hopper_walks, launch, walks
 from ple_gdn.ops.kcp import gated_delta_rule as ranks
 from ple_gdn.ops.kcp import launch as rank_launch
 from ple_gdn.ops.triton_launch import TensorMap
@@ -103,11 +104,26 @@ def measure_segments(lengths: tuple[int, ...], seed: int) -> dict[str, list[floa
     return {n: [relative_rms(r[n], expected[n]) for r in (single, cut)] for n in NAMES}
 
 
+def measure_spans(lengths: tuple[int, ...], seed: int) -> dict[str, list[float]]:
+    """A backward in spans of one chunk, in pieces of one, has the bits of one that kept everything."""
+    case = make_case(lengths, dtype=torch.float16, heads=1, value_heads=1, key_width=128, value_width=128)
+    emulate(seed)
+    kept, expected = run(case, True, "full"), oracle(case, 128**-0.5, True)
+    configs.SPANS = configs.SpanConfig(piece=1, alone_bytes=0, span_bytes=0, most_bytes=0, chains=1)
+    light, replayed = run(case, True, "light"), run(case, True, "none")
+    for name in NAMES:
+        assert torch.equal(light[name], kept[name]), name
+        assert torch.equal(replayed[name], kept[name]), name
+    return {n: [relative_rms(r[n], expected[n]) for r in (kept, light)] for n in NAMES}
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     lengths = tuple(map(int, sys.argv[1].split(",")))
     mode, seed, heads, value_heads, l2norm = sys.argv[2], *map(int, sys.argv[3:])
-    if mode == "segments":
+    if mode == "spans":
+        print(json.dumps(measure_spans(lengths, seed)))
+    elif mode == "segments":
         print(json.dumps(measure_segments(lengths, seed)))
     else:
         print(json.dumps(measure(lengths, mode, seed, heads, value_heads, bool(l2norm))))

@@ -33,6 +33,7 @@ PACKAGE = "ple_gdn.ops.gated_delta_rule"
     [
         ("66,0,1", "full", (1, 2), True),
         ("70,0", "segments", (1, 1), True),
+        ("70,0,65", "spans", (1, 1), True),
         pytest.param("193,0,1,64,128,63", "light", (1, 2), True, marks=pytest.mark.slow),
         pytest.param("3,66", "light", (2, 6), False, marks=pytest.mark.slow),
         pytest.param("0,150", "segments", (1, 1), True, marks=pytest.mark.slow),
