@@ -1,7 +1,7 @@
 """The backward of a call span by span, last to first, in buffers of one span; `spans.py` says where they lie.
 
     operands    row table and scores of the span's chunks
-    walks       its chains backwards, from the adjoint carried over; its pieces replayed side by side
+    walks       its chains backwards, from the adjoint carried over; its legs replayed side by side
     gradients   of its chunks
 
 Every bit is that of one span: a state or adjoint goes over a boundary in fp32, as it goes from chunk to chunk.
@@ -96,8 +96,8 @@ def backward_in_spans(p: Problem, plan: SpanPlan, call: Call, buffers: Buffers) 
     if buffers.missing:
         for chains, _ in spans:
             _keep_starts(part, call, buffers, chains)
-    for i, (chains, pieces) in enumerate(reversed(spans)):
-        _one_span(part, call, buffers, chains, Span(pieces, buffers.starts, *_in_turn(buffers.carry, i)))
+    for i, (chains, legs) in enumerate(reversed(spans)):
+        _one_span(part, call, buffers, chains, Span(legs, buffers.starts, *_in_turn(buffers.carry, i)))
 
 
 def _in_turn(carry: Tensor, i: int) -> tuple[Tensor, Tensor]:
@@ -106,16 +106,16 @@ def _in_turn(carry: Tensor, i: int) -> tuple[Tensor, Tensor]:
 
 
 def _tables(p: Problem, plan: SpanPlan, call: Call, out: Tensor) -> list[tuple[Documents, Documents]]:
-    """Chains and pieces of every span."""
-    sizes = (p.documents, p.T, p.chunks_per_row, plan.length, plan.chains, plan.pieces)
+    """Chains and legs of every span."""
+    sizes = (p.documents, p.T, p.chunks_per_row, plan.length, plan.chains, plan.legs)
     launch(
-        span_tables_kernel, plan.count, (call.cu, call.offsets, out, *sizes), p.device, PIECE=configs.SPANS.piece,
+        span_tables_kernel, plan.count, (call.cu, call.offsets, out, *sizes), p.device, LEG=configs.SPANS.leg,
         VARLEN=p.varlen, BLOCK=128, num_warps=4,
     )  # fmt: skip
     spans = []
     for row in out.unbind(0):
-        tokens, chunks, source, end, target, *pieces = row.split(plan.widths)
-        spans.append((Documents(plan.chains, tokens, chunks, source, end, target), Documents(plan.pieces, *pieces)))
+        tokens, chunks, source, end, target, *legs = row.split(plan.widths)
+        spans.append((Documents(plan.chains, tokens, chunks, source, end, target), Documents(plan.legs, *legs)))
     return spans
 
 
@@ -134,7 +134,7 @@ def _keep_starts(part: Problem, call: Call, buffers: Buffers, chains: Documents)
     chunks = _operands(part, call, buffers, chains, call.rebuild)
     forward_walk(
         part, chunks, chains, call.h0, call.gradients[2], call.dh0, buffers.h, buffers.delta, store_final=False,
-        store_h=False, output=False, starts=buffers.starts, piece=configs.SPANS.piece,
+        store_h=False, output=False, starts=buffers.starts, leg=configs.SPANS.leg,
     )  # fmt: skip
 
 

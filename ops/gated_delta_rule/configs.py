@@ -57,14 +57,14 @@ TABLE: dict[tuple[int, int], Configs] = {
 class SpanConfig(NamedTuple):
     """How the backward is cut into spans, see `spans.py`.
 
-    piece: chunks between two states that the forward keeps in save_mode "light": 3 MB at 48 heads.
+    leg: chunks between two states that the forward keeps in save_mode "light": 3 MB at 48 heads.
     alone_bytes: what h, dh, delta, scores and row table of all chunks may take in one span.
     span_bytes: past that, what they may take in a span.
     most_bytes: the same where several documents are walked side by side, so that their chains fill the multiprocessors.
     chains: as many as that takes: three rounds of two on each.
     """
 
-    piece: int
+    leg: int
     alone_bytes: int
     span_bytes: int
     most_bytes: int
@@ -72,7 +72,7 @@ class SpanConfig(NamedTuple):
 
 
 # At (16, 48), K = V = 128, bf16: 64 chunks are a span of one long document, up to 183 chunks need none.
-SPANS = SpanConfig(piece=32, alone_bytes=768 << 20, span_bytes=384 << 20, most_bytes=2304 << 20, chains=6 * SM_COUNT)
+SPANS = SpanConfig(leg=32, alone_bytes=768 << 20, span_bytes=384 << 20, most_bytes=2304 << 20, chains=6 * SM_COUNT)
 
 
 def next_power_of_two(n: int) -> int:

@@ -78,7 +78,7 @@ def walk(
     h0_ptr, ht_ptr, o_ptr, delta_ptr, starts_ptr, source_ptr, end_ptr, o_desc, h_desc, delta_desc,
     start, length, chunks, first, head, split, document,
     HV: gl.constexpr, STAGES: gl.constexpr, OUTPUT_STAGES: gl.constexpr, HAS_H0: gl.constexpr, STORE_HT: gl.constexpr,
-    STORE_H: gl.constexpr, OUTPUT: gl.constexpr, SPAN: gl.constexpr, PIECE: gl.constexpr,
+    STORE_H: gl.constexpr, OUTPUT: gl.constexpr, SPAN: gl.constexpr, LEG: gl.constexpr,
 ):  # fmt: skip
     """The computing warpgroup. O and delta of a chunk are stored while the next chunk's first products run."""
     dtype: gl.constexpr = k_tiles.dtype
@@ -104,9 +104,9 @@ def walk(
         valid = gl.minimum(length - i * 64, 64)
         slot = i % STAGES
         k, v, x = k_tiles.index(slot), v_tiles.index(slot), x_tiles.index(slot)
-        if PIECE:  # noqa: SIM102 (a constexpr guards a store)
-            if (i > 0) & (i % PIECE == 0):
-                kept = gl.cast(start // (64 * PIECE) - 1 + i // PIECE, gl.int64)
+        if LEG:  # noqa: SIM102 (a constexpr guards a store)
+            if (i > 0) & (i % LEG == 0):
+                kept = gl.cast(start // (64 * LEG) - 1 + i // LEG, gl.int64)
                 gl.store(starts_ptr + (kept * HV + head) * 16384 + turned, S)
         S_low = S.to(dtype)
         mbarrier.wait(state_full.index(slot), i // STAGES & 1)
@@ -190,9 +190,9 @@ def walk(
         tma.store_wait(0)
     if STORE_HT:
         gl.store(ht_ptr + state + inside, S)
-    if SPAN and PIECE:  # noqa: SIM102 (a constexpr guards a load)
+    if SPAN and LEG:  # noqa: SIM102 (a constexpr guards a load)
         if gl.load(end_ptr + document) == -1:
-            kept = gl.cast(start // (64 * PIECE) - 1 + chunks // PIECE, gl.int64)
+            kept = gl.cast(start // (64 * LEG) - 1 + chunks // LEG, gl.int64)
             gl.store(starts_ptr + (kept * HV + head) * 16384 + turned, S)
 
 
@@ -201,7 +201,7 @@ def hopper_forward_kernel(
     q_desc, k_desc, v_desc, rows_desc, p_desc, x_desc, o_desc, h_desc, delta_desc,
     h0_ptr, ht_ptr, o_ptr, delta_ptr, starts_ptr, source_ptr, end_ptr, cu_ptr, offsets_ptr, T, chunks_per_row,
     H: gl.constexpr, HV: gl.constexpr, VARLEN: gl.constexpr, HAS_H0: gl.constexpr, STORE_HT: gl.constexpr,
-    STORE_H: gl.constexpr, OUTPUT: gl.constexpr, SPAN: gl.constexpr, PIECE: gl.constexpr,
+    STORE_H: gl.constexpr, OUTPUT: gl.constexpr, SPAN: gl.constexpr, LEG: gl.constexpr,
     STAGES: gl.constexpr, OUTPUT_STAGES: gl.constexpr,
 ):  # fmt: skip
     """One CTA of 4 + 1 warps per (document, value head, block of 64 columns); outputs as scan.forward_kernel."""
@@ -252,7 +252,7 @@ def hopper_forward_kernel(
                 state_full, state_empty, output_full, output_empty,
                 h0_ptr, ht_ptr, o_ptr, delta_ptr, starts_ptr, source_ptr, end_ptr, o_desc, h_desc, delta_desc,
                 start, length, chunks, first, head, split, document,
-                HV, STAGES, OUTPUT_STAGES, HAS_H0, STORE_HT, STORE_H, OUTPUT, SPAN, PIECE,
+                HV, STAGES, OUTPUT_STAGES, HAS_H0, STORE_HT, STORE_H, OUTPUT, SPAN, LEG,
             )),
             (feed, (
                 q_desc, k_desc, v_desc, rows_desc, p_desc, x_desc,

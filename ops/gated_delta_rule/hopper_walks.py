@@ -38,7 +38,7 @@ def stages(chains: int) -> dict[str, int]:
 
 def forward_walk(
     p: Problem, chunks: Chunks, documents: Documents, h0: Tensor | None, o: Tensor, final: Tensor, h: Tensor,
-    delta: Tensor, *, store_final: bool, store_h: bool, output: bool, starts: Tensor | None, piece: int,
+    delta: Tensor, *, store_final: bool, store_h: bool, output: bool, starts: Tensor | None, leg: int,
 ) -> None:  # fmt: skip
     """See `walks.forward_walk`."""
     chains, states = documents.count * p.HV * 2, (p.chunks * p.HV * 128, 128)
@@ -61,7 +61,7 @@ def forward_walk(
     launch(
         hopper_forward_kernel, chains, arguments, p.device, H=p.H, HV=p.HV, VARLEN=documents.cu is not None,
         HAS_H0=h0 is not None, STORE_HT=store_final, STORE_H=store_h, OUTPUT=output,
-        SPAN=documents.source is not None, PIECE=piece, **stages(chains),
+        SPAN=documents.source is not None, LEG=leg, **stages(chains),
     )  # fmt: skip
 
 
@@ -74,7 +74,7 @@ def backward_walks(
     keys, values = (p.B * p.T, p.H * 128), (p.B * p.T, p.HV * 128)
     q, k, _, table, scores, x = chunks
     do, dht, q, k, x = aligned(do), aligned(dht), aligned(q), aligned(k), aligned(x)
-    pieces, starts, carried, carry = (documents, None, None, None) if span is None else span
+    legs, starts, carried, carry = (documents, None, None, None) if span is None else span
     arguments = (
         TensorMap(do, values, TILE_64),
         TensorMap(q, keys, TILE_128),
@@ -93,6 +93,6 @@ def backward_walks(
     )  # fmt: skip
     if replay:
         forward_walk(
-            p, chunks, pieces, h0, dr, dh0, h, delta, store_final=False, store_h=True, output=False, starts=starts,
-            piece=0,
+            p, chunks, legs, h0, dr, dh0, h, delta, store_final=False, store_h=True, output=False, starts=starts,
+            leg=0,
         )  # fmt: skip

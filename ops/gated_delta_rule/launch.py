@@ -160,7 +160,7 @@ def launch_forward(
         forward_walk(
             p, Chunks(q, k, v, table, scores, tapes[3]), Documents(p.documents, cu, offsets), h0, o, final, h, delta,
             store_final=output_final_state, store_h=full, output=output, starts=starts,
-            piece=configs.SPANS.piece if starts.numel() else 0,
+            leg=configs.SPANS.leg if starts.numel() else 0,
         )  # fmt: skip
         if p.varlen:
             arguments = (cu, o if output else delta, *tapes, delta, p.documents, p.T)

@@ -165,7 +165,7 @@ class Loader:
 def _walk(problem: Problem, kept: Tapes, made: Tapes, o: torch.Tensor | None, final_state: torch.Tensor | None) -> None:
     """Forward walk: fills the tapes of `made`, and `o` and `final_state` where asked; reads the tapes of `kept`."""
     wants_query = o is not None or made.qscale.dim() > 1
-    piece = configs.SPANS.piece
+    leg = configs.SPANS.leg
     for group in problem.groups():
         state = problem.start_states(problem.initial_state, group)
         for c in range(group.step_count()):
@@ -174,8 +174,8 @@ def _walk(problem: Problem, kept: Tapes, made: Tapes, o: torch.Tensor | None, fi
             now = state[: step.count]
             if made.h.dim() > 1:
                 made.h.index_copy_(0, step.chunks, now.to(made.h.dtype))
-            elif made.h.numel() and c and c % piece == 0:
-                slots = group.starts[: step.count] // (CHUNK * piece) + c // piece - 1
+            elif made.h.numel() and c and c % leg == 0:
+                slots = group.starts[: step.count] // (CHUNK * leg) + c // leg - 1
                 made.h.view(-1, *now.mT.shape[1:]).index_copy_(0, slots, now.mT)
             k_group = load.key()
             decays, x, k = load.gates(), load.core(k_group), load.expand(k_group)

@@ -21,11 +21,11 @@ def forward_chain(
     o_ptr, ht_ptr, h_ptr, delta_ptr, starts_ptr, source_ptr, end_ptr, pid, T, chunks_per_row,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     VARLEN: tl.constexpr, HAS_H0: tl.constexpr, STORE_HT: tl.constexpr, STORE_H: tl.constexpr, OUTPUT: tl.constexpr,
-    SPAN: tl.constexpr, PIECE: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr,
+    SPAN: tl.constexpr, LEG: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """S <- S0; per chunk E = V - gamma K S, delta = E + X (beta E), O = scale (gamma Q S + P beta delta), S <- next.
 
-    SPAN: documents are parts of a span (`span_tables`), delta is by chunk. PIECE: a start state every so many chunks.
+    SPAN: documents are parts of a span (`span_tables`), delta is by chunk. LEG: a start state every so many chunks.
     """
     SPLITS: tl.constexpr = (V + BV - 1) // BV
     split = pid % SPLITS
@@ -50,7 +50,7 @@ def forward_chain(
         S = load_state(h0_ptr + state, kcol, vcol, K, V).to(tl.float32)
     else:
         S = tl.zeros([BK, BV], tl.float32)
-    slot = start // (64 * PIECE) - 1 if PIECE else start * 0
+    slot = start // (64 * LEG) - 1 if LEG else start * 0
     for i in tl.range(0, tl.cdiv(length, 64), num_stages=STAGES):
         token = start + i * 64
         valid = tl.minimum(length - i * 64, 64)
@@ -62,9 +62,9 @@ def forward_chain(
         k_start = tl.load(table + 64 + rows)
         k_end = tl.load(table + 128 + rows)
         Sd = S.to(dtype)
-        if PIECE:  # noqa: SIM102 (a constexpr guards a store)
-            if (i > 0) & (i % PIECE == 0):
-                store_turned(starts_ptr + ((slot + i // PIECE) * HV + head) * K * V, S, kcol, vcol, K, V)
+        if LEG:  # noqa: SIM102 (a constexpr guards a store)
+            if (i > 0) & (i % LEG == 0):
+                store_turned(starts_ptr + ((slot + i // LEG) * HV + head) * K * V, S, kcol, vcol, K, V)
         if STORE_H:
             store_state(h_ptr + ((first + i) * HV + head) * K * V, Sd, kcol, vcol, K, V)
         E = v.to(tl.float32) - k_start[:, None] * tl.dot(k, Sd, input_precision=DOT)
@@ -83,9 +83,9 @@ def forward_chain(
         S = S * tl.exp(tl.load(table + 256 + 63)) + tl.dot(tl.trans(k), update, input_precision=DOT)
     if STORE_HT:
         store_state(ht_ptr + state, S, kcol, vcol, K, V)
-    if SPAN and PIECE:  # noqa: SIM102 (a constexpr guards a load)
+    if SPAN and LEG:  # noqa: SIM102 (a constexpr guards a load)
         if tl.load(end_ptr + document) == -1:
-            slot += tl.cdiv(length, 64) // PIECE
+            slot += tl.cdiv(length, 64) // LEG
             store_turned(starts_ptr + (slot * HV + head) * K * V, S, kcol, vcol, K, V)
 
 
@@ -171,13 +171,13 @@ def forward_kernel(
     o_ptr, ht_ptr, h_ptr, delta_ptr, starts_ptr, source_ptr, end_ptr, T, chunks_per_row,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     VARLEN: tl.constexpr, HAS_H0: tl.constexpr, STORE_HT: tl.constexpr, STORE_H: tl.constexpr, OUTPUT: tl.constexpr,
-    SPAN: tl.constexpr, PIECE: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr,
+    SPAN: tl.constexpr, LEG: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One CTA per (document, value head, V block)."""
     forward_chain(
         q_ptr, k_ptr, v_ptr, rows_ptr, p_ptr, x_ptr, h0_ptr, cu_ptr, offsets_ptr,
         o_ptr, ht_ptr, h_ptr, delta_ptr, starts_ptr, source_ptr, end_ptr, tl.program_id(0), T, chunks_per_row,
-        H, HV, K, V, BK, BV, VARLEN, HAS_H0, STORE_HT, STORE_H, OUTPUT, SPAN, PIECE, DOT, STAGES,
+        H, HV, K, V, BK, BV, VARLEN, HAS_H0, STORE_HT, STORE_H, OUTPUT, SPAN, LEG, DOT, STAGES,
     )  # fmt: skip
 
 
@@ -185,14 +185,14 @@ def forward_kernel(
 def adjoint_kernel(
     do_ptr, dht_ptr, q_ptr, k_ptr, v_ptr, rows_ptr, p_ptr, x_ptr, h0_ptr, cu_ptr,
     offsets_ptr, dh_ptr, dr_ptr, dh0_ptr, h_ptr, delta_ptr, end_ptr, target_ptr, carried_ptr, carry_ptr,
-    piece_cu_ptr, piece_offsets_ptr, piece_source_ptr, starts_ptr, chains, T, chunks_per_row,
+    leg_cu_ptr, leg_offsets_ptr, leg_source_ptr, starts_ptr, chains, T, chunks_per_row,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     VARLEN: tl.constexpr, HAS_H0: tl.constexpr, HAS_DHT: tl.constexpr, STORE_DH0: tl.constexpr, REPLAY: tl.constexpr,
     SPAN: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The adjoint walk reads neither h nor delta, so with REPLAY the CTAs past `chains` rebuild them beside it.
 
-    SPAN: piece by piece."""
+    SPAN: leg by leg."""
     pid = tl.program_id(0)
     if pid < chains:
         adjoint_chain(
@@ -202,7 +202,7 @@ def adjoint_kernel(
         )  # fmt: skip
     elif REPLAY:
         forward_chain(
-            q_ptr, k_ptr, v_ptr, rows_ptr, p_ptr, x_ptr, h0_ptr, piece_cu_ptr, piece_offsets_ptr,
-            dr_ptr, dh0_ptr, h_ptr, delta_ptr, starts_ptr, piece_source_ptr, None, pid - chains, T, chunks_per_row,
+            q_ptr, k_ptr, v_ptr, rows_ptr, p_ptr, x_ptr, h0_ptr, leg_cu_ptr, leg_offsets_ptr,
+            dr_ptr, dh0_ptr, h_ptr, delta_ptr, starts_ptr, leg_source_ptr, None, pid - chains, T, chunks_per_row,
             H, HV, K, V, BK, BV, VARLEN, HAS_H0, False, True, False, SPAN, 0, DOT, STAGES,
         )  # fmt: skip

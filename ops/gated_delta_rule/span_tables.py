@@ -1,4 +1,4 @@
-"""Where the documents and pieces of every span lie, found on the device from the boundaries.
+"""Where the documents and legs of every span lie, found on the device from the boundaries.
 
 The walks, the operands and the gradients take a span's parts for documents: each table holds, as `cu_seqlens` and
 `chunk_offsets` do, the first token and first chunk of every part, chunks counted from the span's start, and one entry
@@ -9,7 +9,7 @@ more. What the bound leaves over are empty parts at the end. Three lists say who
     target   where the adjoint before the part goes: n, document n's initial state, or -1, carried on
 
 End and target of an empty part are -2. Tables of a span, in order: the chains (parts of documents) with their tokens,
-chunks, source, end and target, then the pieces with tokens, chunks and source.
+chunks, source, end and target, then the legs with tokens, chunks and source.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def _document(chunk, offsets_ptr, documents, chunks_per_row, VARLEN: tl.constexp
 
 
 @triton.jit
-def _boundary(chunk, offsets_ptr, documents, chunks_per_row, PIECE: tl.constexpr, VARLEN: tl.constexpr):
-    """First chunk at or behind `chunk` that starts a piece, at most the number of chunks."""
+def _boundary(chunk, offsets_ptr, documents, chunks_per_row, LEG: tl.constexpr, VARLEN: tl.constexpr):
+    """First chunk at or behind `chunk` that starts a leg, at most the number of chunks."""
     total = _first(offsets_ptr, documents, chunks_per_row, VARLEN)
     document = _document(chunk, offsets_ptr, documents, chunks_per_row, VARLEN)
     first = _first(offsets_ptr, document, chunks_per_row, VARLEN)
-    behind = first + (chunk - first + PIECE - 1) // PIECE * PIECE
+    behind = first + (chunk - first + LEG - 1) // LEG * LEG
     end = tl.minimum(behind, _first(offsets_ptr, document + 1, chunks_per_row, VARLEN))
     return tl.where(chunk < total, end, total)
 
@@ -69,29 +69,29 @@ def _mark(ptr, count, bound, value, BLOCK: tl.constexpr):
         tl.store(ptr + index, tl.zeros([BLOCK], tl.int32) + value, mask=(index >= count) & (index < bound))
 
 
-@triton.jit(do_not_specialize=["documents", "T", "chunks_per_row", "length", "chains", "pieces"])
+@triton.jit(do_not_specialize=["documents", "T", "chunks_per_row", "length", "chains", "legs"])
 def span_tables_kernel(
-    cu_ptr, offsets_ptr, out_ptr, documents, T, chunks_per_row, length, chains, pieces,
-    PIECE: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr,
+    cu_ptr, offsets_ptr, out_ptr, documents, T, chunks_per_row, length, chains, legs,
+    LEG: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One CTA a span."""
     C1 = (chains + 4) // 4 * 4
     C = (chains + 3) // 4 * 4
-    P1 = (pieces + 4) // 4 * 4
-    P = (pieces + 3) // 4 * 4
+    P1 = (legs + 4) // 4 * 4
+    P = (legs + 3) // 4 * 4
     span = tl.program_id(0)
     chain_tokens = out_ptr + span.to(tl.int64) * (2 * C1 + 3 * C + 2 * P1 + P)
     chain_chunks = chain_tokens + C1
     chain_source = chain_chunks + C1
     chain_end = chain_source + C
     chain_target = chain_end + C
-    piece_tokens = chain_target + C
-    piece_chunks = piece_tokens + P1
-    piece_source = piece_chunks + P1
-    begin = _boundary(span * length, offsets_ptr, documents, chunks_per_row, PIECE, VARLEN)
-    stop = _boundary(span * length + length, offsets_ptr, documents, chunks_per_row, PIECE, VARLEN)
+    leg_tokens = chain_target + C
+    leg_chunks = leg_tokens + P1
+    leg_source = leg_chunks + P1
+    begin = _boundary(span * length, offsets_ptr, documents, chunks_per_row, LEG, VARLEN)
+    stop = _boundary(span * length + length, offsets_ptr, documents, chunks_per_row, LEG, VARLEN)
     chain_count = 0
-    piece_count = 0
+    leg_count = 0
     last = 0
     for at in range(begin, stop, BLOCK):
         chunk = at + tl.arange(0, BLOCK)
@@ -99,7 +99,7 @@ def span_tables_kernel(
         document = _document(chunk, offsets_ptr, documents, chunks_per_row, VARLEN)
         inner = chunk - _first(offsets_ptr, document, chunks_per_row, VARLEN)
         token = _first(cu_ptr, document, T, VARLEN)
-        slot = token // (64 * PIECE) + inner // PIECE - 1
+        slot = token // (64 * LEG) + inner // LEG - 1
         source = tl.where(inner == 0, -1 - document, slot)
         behind = _first(offsets_ptr, document + 1, chunks_per_row, VARLEN)
         after = tl.minimum(token + inner * 64 + 64, _first(cu_ptr, document + 1, T, VARLEN))
@@ -113,16 +113,16 @@ def span_tables_kernel(
         tl.store(chain_end + index, tl.where(behind <= stop, document, -1), mask=kept)
         tl.store(chain_target + index, tl.where(inner == 0, document, -1), mask=kept)
         chain_count += tl.sum(chain.to(tl.int32))
-        piece = inside & (inner % PIECE == 0)
-        index = piece_count + tl.cumsum(piece.to(tl.int32), 0) - 1
-        kept = piece & (index < pieces)
-        tl.store(piece_tokens + index, token + inner * 64, mask=kept)
-        tl.store(piece_chunks + index, chunk - begin, mask=kept)
-        tl.store(piece_source + index, source, mask=kept)
-        piece_count += tl.sum(piece.to(tl.int32))
+        leg = inside & (inner % LEG == 0)
+        index = leg_count + tl.cumsum(leg.to(tl.int32), 0) - 1
+        kept = leg & (index < legs)
+        tl.store(leg_tokens + index, token + inner * 64, mask=kept)
+        tl.store(leg_chunks + index, chunk - begin, mask=kept)
+        tl.store(leg_source + index, source, mask=kept)
+        leg_count += tl.sum(leg.to(tl.int32))
     _fill(chain_tokens, chain_chunks, chain_count, chains, last, stop - begin, BLOCK)
-    _fill(piece_tokens, piece_chunks, piece_count, pieces, last, stop - begin, BLOCK)
+    _fill(leg_tokens, leg_chunks, leg_count, legs, last, stop - begin, BLOCK)
     _mark(chain_source, chain_count, chains, -1, BLOCK)
     _mark(chain_end, chain_count, chains, -2, BLOCK)
     _mark(chain_target, chain_count, chains, -2, BLOCK)
-    _mark(piece_source, piece_count, pieces, -1, BLOCK)
+    _mark(leg_source, leg_count, legs, -1, BLOCK)

@@ -1,8 +1,8 @@
 """The backward in spans of chunks: how long they are, and how much each needs. Shapes alone decide, on every card.
 
-A piece is 32 chunks of a document, counted from its start, so where pieces lie does not depend on the packing. The
-forward of save_mode "light" keeps the fp32 state in front of every piece but a document's first, so all pieces of a
-span are replayed side by side. A span begins at the first piece that starts at or behind a multiple of `length`
+A leg is 32 chunks of a document, counted from its start, so where legs lie does not depend on the packing. The
+forward of save_mode "light" keeps the fp32 state in front of every leg but a document's first, so all legs of a
+span are replayed side by side. A span begins at the first leg that starts at or behind a multiple of `length`
 chunks of the whole grid, and at most one document reaches across its start: the fp32 adjoint of that one state is all
 that goes from one span to the next.
 """
@@ -21,30 +21,30 @@ class SpanPlan(NamedTuple):
     Attributes:
         rows: bound on the chunks of a span, which sizes its buffers.
         chains: bound on the documents, or parts of one, in a span.
-        pieces: bound on its pieces.
+        legs: bound on its legs.
     """
 
     length: int
     count: int
     rows: int
     chains: int
-    pieces: int
+    legs: int
 
     @property
     def widths(self) -> tuple[int, ...]:
         """Ints of the eight tables of a span, see `span_tables`: each begins at a multiple of 16 bytes."""
-        chains, pieces = self.chains, self.pieces
-        sizes = (chains + 1, chains + 1, chains, chains, chains, pieces + 1, pieces + 1, pieces)
+        chains, legs = self.chains, self.legs
+        sizes = (chains + 1, chains + 1, chains, chains, chains, legs + 1, legs + 1, legs)
         return tuple(-(-size // 4) * 4 for size in sizes)
 
 
 def start_count(tokens: Any) -> Any:
     """Start states that the forward keeps of `tokens` rows, of all batch rows together: a bound without cu_seqlens.
 
-    Piece j > 0 of a document that begins at row r has slot (r // rows of a piece) + j - 1. No two share one: the first
-    kept piece of a later document starts a whole piece behind any start in an earlier one.
+    Piece j > 0 of a document that begins at row r has slot (r // rows of a leg) + j - 1. No two share one: the first
+    kept leg of a later document starts a whole leg behind any start in an earlier one.
     """
-    return tokens // (CHUNK * configs.SPANS.piece)
+    return tokens // (CHUNK * configs.SPANS.leg)
 
 
 def chunk_bytes(HV: int, K: int, V: int, itemsize: int) -> int:
@@ -55,7 +55,7 @@ def chunk_bytes(HV: int, K: int, V: int, itemsize: int) -> int:
 def plan_spans(tokens: int, documents: int, chunks: int, HV: int, K: int, V: int, itemsize: int) -> SpanPlan:
     """Spans of `tokens` rows in `documents`; `chunks` bounds the chunks of all."""
     config = configs.SPANS
-    piece = config.piece
+    leg = config.leg
     chunks = min(chunks, (tokens + (CHUNK - 1) * documents) // CHUNK)
     each = chunk_bytes(HV, K, V, itemsize)
     if chunks * each <= config.alone_bytes:
@@ -65,10 +65,10 @@ def plan_spans(tokens: int, documents: int, chunks: int, HV: int, K: int, V: int
         together = min(documents, -(-config.chains // chains))
         wanted = config.span_bytes // each if together == 1 else together * -(-chunks // documents)
         wanted = max(min(wanted, config.most_bytes // each), config.span_bytes // each)
-        length = wanted if wanted >= chunks else max(wanted // piece, 1) * piece
+        length = wanted if wanted >= chunks else max(wanted // leg, 1) * leg
     if length >= chunks:
         length, count, rows = max(chunks, 1), 1, chunks
     else:
-        count, rows = -(-chunks // length), length + (piece - 1 if documents > 1 else 0)
-    pieces = -(-length // piece) if documents == 1 else min(documents, length) + length // piece
-    return SpanPlan(length, count, rows, min(documents, rows), pieces)
+        count, rows = -(-chunks // length), length + (leg - 1 if documents > 1 else 0)
+    legs = -(-length // leg) if documents == 1 else min(documents, length) + length // leg
+    return SpanPlan(length, count, rows, min(documents, rows), legs)

@@ -49,10 +49,10 @@ class Documents(NamedTuple):
 
 
 class Span(NamedTuple):
-    """What the backward walks of a span need besides its chains: the pieces to replay with the states in front of them,
+    """What the backward walks of a span need besides its chains: the legs to replay with the states in front of them,
     and [HV, K, V] fp32 of the adjoint that comes from the span behind and of the one that goes on to the next."""
 
-    pieces: Documents
+    legs: Documents
     starts: Tensor
     carried: Tensor
     carry: Tensor
@@ -76,18 +76,18 @@ def uses_hopper_operands(p: Problem) -> bool:
 def forward_walk(
     p: Problem, chunks: Chunks, documents: Documents, h0: Tensor | None, o: Tensor, final: Tensor, h: Tensor,
     delta: Tensor, *, store_final: bool, store_h: bool, output: bool, starts: Tensor | None = None,
-    piece: int = 0,
+    leg: int = 0,
 ) -> None:  # fmt: skip
     """Fills o (`output`), the final states (`store_final`), h and delta (`store_h`); the rest may be empty.
 
-    With `piece`, fills `starts` every so many chunks; without, parts of a span begin with them.
+    With `leg`, fills `starts` every so many chunks; without, parts of a span begin with them.
     """
     if uses_hopper(p):
         from . import hopper_walks
 
         return hopper_walks.forward_walk(
             p, chunks, documents, h0, o, final, h, delta, store_final=store_final, store_h=store_h, output=output,
-            starts=starts, piece=piece,
+            starts=starts, leg=leg,
         )  # fmt: skip
     config = select(p.dtype.itemsize, p.K, p.V).scan
     span = documents.source is not None
@@ -98,7 +98,7 @@ def forward_walk(
     launch(
         forward_kernel, documents.count * p.HV * -(-p.V // config.BV), arguments, p.device, H=p.H, HV=p.HV, K=p.K,
         V=p.V, BK=block_width(p.K), BV=config.BV, VARLEN=documents.cu is not None, HAS_H0=h0 is not None,
-        STORE_HT=store_final, STORE_H=store_h, OUTPUT=output, SPAN=span, PIECE=piece, DOT=p.dot,
+        STORE_HT=store_final, STORE_H=store_h, OUTPUT=output, SPAN=span, LEG=leg, DOT=p.dot,
         STAGES=config.num_stages, num_warps=config.num_warps,
     )  # fmt: skip
 
@@ -120,13 +120,13 @@ def backward_walks(
     config = select(p.dtype.itemsize, p.K, p.V).scan
     wide = p.HV * -(-p.V // config.BV)
     chains = documents.count * wide
-    pieces, starts, carried, carry = (documents, None, None, None) if span is None else span
+    legs, starts, carried, carry = (documents, None, None, None) if span is None else span
     arguments = (
         do, dht, *chunks, h0, documents.cu, documents.offsets, dh, dr, dh0, h, delta, documents.end, documents.target,
-        carried, carry, pieces.cu, pieces.offsets, pieces.source, starts, chains, p.T, p.chunks_per_row,
+        carried, carry, legs.cu, legs.offsets, legs.source, starts, chains, p.T, p.chunks_per_row,
     )  # fmt: skip
     launch(
-        adjoint_kernel, chains + (pieces.count * wide if replay else 0), arguments, p.device, H=p.H, HV=p.HV, K=p.K,
+        adjoint_kernel, chains + (legs.count * wide if replay else 0), arguments, p.device, H=p.H, HV=p.HV, K=p.K,
         V=p.V, BK=block_width(p.K), BV=config.BV, VARLEN=documents.cu is not None, HAS_H0=h0 is not None,
         HAS_DHT=dht is not None, STORE_DH0=store_dh0, REPLAY=replay, SPAN=span is not None, DOT=p.dot,
         STAGES=config.num_stages, num_warps=config.num_warps,

@@ -23,7 +23,7 @@ FP32 = {
 }
 INDICES = {
     *("cu_ptr", "offsets_ptr", "source_ptr", "end_ptr", "target_ptr", "out_ptr"),
-    *("piece_cu_ptr", "piece_offsets_ptr", "piece_source_ptr"),
+    *("leg_cu_ptr", "leg_offsets_ptr", "leg_source_ptr"),
 }
 WALK = {"VARLEN": True, "HAS_H0": True, "DOT": "tf32x3"}
 
@@ -44,12 +44,12 @@ def specs(itemsize: int, K: int, V: int, H: int = 16, HV: int = 48) -> dict[str,
         "score": (scores.score_kernel, {**common, "BK": block_width(K), "VARLEN": True, "DOT": "tf32x3"}, 4),
         "forward": (
             scan.forward_kernel,
-            {**walk, "STORE_HT": True, "STORE_H": False, "OUTPUT": True, "SPAN": False, "PIECE": 32},
+            {**walk, "STORE_HT": True, "STORE_H": False, "OUTPUT": True, "SPAN": False, "LEG": 32},
             config.scan.num_warps,
         ),
         "tapes": (
             scan.forward_kernel,
-            {**walk, "STORE_HT": False, "STORE_H": True, "OUTPUT": False, "SPAN": False, "PIECE": 0},
+            {**walk, "STORE_HT": False, "STORE_H": True, "OUTPUT": False, "SPAN": False, "LEG": 0},
             config.scan.num_warps,
         ),
         "adjoint": (
@@ -64,10 +64,10 @@ def specs(itemsize: int, K: int, V: int, H: int = 16, HV: int = 48) -> dict[str,
         ),
         "start states": (
             scan.forward_kernel,
-            {**walk, "STORE_HT": False, "STORE_H": False, "OUTPUT": False, "SPAN": True, "PIECE": 32},
+            {**walk, "STORE_HT": False, "STORE_H": False, "OUTPUT": False, "SPAN": True, "LEG": 32},
             config.scan.num_warps,
         ),
-        "tables": (span_tables.span_tables_kernel, {"PIECE": 32, "VARLEN": True, "BLOCK": 128}, 4),
+        "tables": (span_tables.span_tables_kernel, {"LEG": 32, "VARLEN": True, "BLOCK": 128}, 4),
         "gradient": (
             gradients.gradient_kernel,
             {**tiles, **flags, "SPAN": True, "BV": config.gradient.BV, "STAGES": config.gradient.num_stages},

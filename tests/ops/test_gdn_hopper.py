@@ -103,7 +103,7 @@ def walk_once(module: object, seed: int, length: int = 321, stages: int = 2) -> 
         own = {
             "v_desc": value, "o_desc": o_desc, "h_desc": state, "delta_desc": Descriptor(delta, [64, 64]),
             "h0_ptr": None, "ht_ptr": None, "o_ptr": out, "delta_ptr": delta,
-            "starts_ptr": None, "source_ptr": None, "end_ptr": None, "SPAN": False, "PIECE": 0,
+            "starts_ptr": None, "source_ptr": None, "end_ptr": None, "SPAN": False, "LEG": 0,
             "HAS_H0": False, "STORE_HT": False, "STORE_H": True, "OUTPUT": True,
         }  # fmt: skip
         kernel = module.hopper_forward_kernel
@@ -207,15 +207,15 @@ def compiled(kernel: object, constants: dict, maxnreg: int, tmp_path: Path) -> t
     return binary.metadata.shared, report
 
 
-OUT = {"HAS_H0": True, "STORE_HT": True, "STORE_H": False, "OUTPUT": True, "SPAN": False, "PIECE": 0}
+OUT = {"HAS_H0": True, "STORE_HT": True, "STORE_H": False, "OUTPUT": True, "SPAN": False, "LEG": 0}
 REPLAY = {**OUT, "STORE_HT": False, "STORE_H": True, "OUTPUT": False}
 FORMS = {
-    "forward": (forward_hopper, {**OUT, "PIECE": 32}),
+    "forward": (forward_hopper, {**OUT, "LEG": 32}),
     "forward of a short call": (forward_hopper, OUT),
     "full": (forward_hopper, {**OUT, "STORE_H": True}),
     "replay": (forward_hopper, REPLAY),
     "replay of a span": (forward_hopper, {**REPLAY, "SPAN": True}),
-    "start states": (forward_hopper, {**REPLAY, "STORE_H": False, "SPAN": True, "PIECE": 32}),
+    "start states": (forward_hopper, {**REPLAY, "STORE_H": False, "SPAN": True, "LEG": 32}),
     "summary": (forward_hopper, {**OUT, "OUTPUT": False}),
     "adjoint": (adjoint_hopper, {"HAS_DHT": True, "STORE_DH0": True, "SPAN": False}),
     "adjoint of a span": (adjoint_hopper, {"HAS_DHT": True, "STORE_DH0": True, "SPAN": True}),
