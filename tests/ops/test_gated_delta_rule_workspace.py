@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import ple_gdn
-from ple_gdn.ops.gated_delta_rule import arena, reference, workspace
+from ple_gdn.ops.gated_delta_rule import arena, configs, reference, workspace
 from ple_gdn.ops.gated_delta_rule.tapes import FULL, KEPT, Tapes, new_tapes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -43,6 +43,16 @@ def bound_by_a_run(case: Case, save_mode: str) -> tuple[int, int]:
     return sum(a.peak for a in forward), sum(a.peak for a in backward)
 
 
+# A leg for every chunk, one or two chunks a span.
+SHORT = configs.SpanConfig(leg=1, alone_bytes=0, span_bytes=0, most_bytes=0, chains=1)
+
+
+@pytest.fixture(params=[configs.SPANS, SHORT], ids=["whole", "in spans"])
+def spans(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr(configs, "SPANS", request.param)
+    return request.param is SHORT
+
+
 class Silent:
     """A kernel that is launched and does nothing."""
 
@@ -54,7 +64,7 @@ class Silent:
 def launch(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The CUDA launchers on CPU tensors: their own allocations and arena, no kernel."""
     pytest.importorskip("triton")
-    names = ("launch", "walks", "hopper_walks", "chunk_gradients", "hopper_gradients")
+    names = ("launch", "walks", "hopper_walks", "chunk_gradients", "hopper_gradients", "backward_spans")
     modules = [importlib.import_module(f"ple_gdn.ops.gated_delta_rule.{name}") for name in names]
     for module in modules:
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
@@ -115,17 +125,20 @@ LAUNCHES = {**{name: name for name in workspace.PHASES}, "forward full": "forwar
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("phase", LAUNCHES)
 def test_the_evaluated_formulas_are_the_bytes_that_the_cuda_launchers_bind(
-    lengths: tuple[int, ...], dtype: torch.dtype, phase: str, launch: ModuleType
+    lengths: tuple[int, ...], dtype: torch.dtype, phase: str, launch: ModuleType, spans: bool
 ) -> None:
     case = make_case(lengths, dtype=dtype, **GEOMETRY)
     bound, _ = launched(launch, case, phase)
     assert announced(case, "cuda").bytes(LAUNCHES[phase]) == bound.peak
+    several = sum(-(-n // 64) for n in lengths) > 1
+    cut = {"backward_replay": several, "backward_kept": several or sum(lengths) >= 64}
+    assert ("carry" in bound.bound) == (spans and cut.get(phase, False))
 
 
 @pytest.mark.parametrize("hopper", [False, True], ids=["plain walks", "Hopper walks"])
 @pytest.mark.parametrize("phase", LAUNCHES)
 def test_the_cuda_launchers_allocate_outputs_and_the_arena_and_nothing_else(
-    phase: str, hopper: bool, launch: ModuleType, monkeypatch: pytest.MonkeyPatch
+    phase: str, hopper: bool, launch: ModuleType, monkeypatch: pytest.MonkeyPatch, spans: bool
 ) -> None:
     from ple_gdn.ops.gated_delta_rule import walks
 
@@ -134,7 +147,9 @@ def test_the_cuda_launchers_allocate_outputs_and_the_arena_and_nothing_else(
     case = make_case((70, 0, 1, 64, 65), **{**GEOMETRY, **width})
     bound, beside = launched(launch, case, phase)
     sizes = workspace.Sizes(200, 200 // 64 + 5, 1, 3, case.q.shape[3], case.v.shape[3], case.q.itemsize)
-    assert beside == sum(sizes.bytes_of(name) for name in bound.bound)
+    plan = sizes.spans(LAUNCHES[phase], "cuda")
+    assert (plan is not None) == (spans and phase.startswith("backward"))
+    assert beside == sum(sizes.buffers(LAUNCHES[phase], "cuda", plan, plan and plan.rows).values())
     given = torch.empty(bound.peak, dtype=torch.uint8)
     assert launched(launch, case, phase, given)[1] == 0
     with pytest.raises(ValueError, match=f"workspace: expected at least {bound.peak} bytes"):
