@@ -115,7 +115,8 @@ def _tables(p: Problem, plan: SpanPlan, call: Call, out: Tensor) -> list[tuple[D
     spans = []
     for row in out.unbind(0):
         tokens, chunks, source, end, target, *legs = row.split(plan.widths)
-        spans.append((Documents(plan.chains, tokens, chunks, source, end, target), Documents(plan.legs, *legs)))
+        chains = Documents(plan.chains, tokens, chunks, source, end, target, plan.together)
+        spans.append((chains, Documents(plan.legs, *legs)))
     return spans
 
 

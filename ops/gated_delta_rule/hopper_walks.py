@@ -9,7 +9,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 from ..triton_launch import Box, TensorMap, launch
 from .adjoint_hopper import hopper_adjoint_kernel
-from .configs import SM_COUNT
+from .configs import SM_COUNT, SPANS
 from .forward_hopper import hopper_forward_kernel
 
 if TYPE_CHECKING:
@@ -69,12 +69,34 @@ def backward_walks(
     p: Problem, chunks: Chunks, documents: Documents, do: Tensor, dht: Tensor | None, h0: Tensor | None, dh: Tensor,
     dr: Tensor, dh0: Tensor, h: Tensor, delta: Tensor, *, store_dh0: bool, replay: bool, span: Span | None,
 ) -> None:  # fmt: skip
-    """See `walks.backward_walks`; the replay is a launch of its own."""
+    """See `walks.backward_walks`; the replay is a launch of its own, beside the adjoint one of few chains."""
+    few = documents.usual is not None and documents.usual * p.HV * 2 <= SPANS.beside
+    side = torch.cuda.Stream(p.device) if replay and few and p.device.type == "cuda" else None
+    if side is not None:
+        side.wait_stream(torch.cuda.current_stream(p.device))
+    _adjoint_walk(p, chunks, documents, do, dht, dh, dr, dh0, store_dh0, span)
+    if replay:
+        # The adjoint walk, first in its stream, has its multiprocessors before the legs come: no other CTA fits beside
+        # one of its 142 KB. They take the multiprocessors that are left, and its own when it ends.
+        legs, starts = (documents, None) if span is None else span[:2]
+        with torch.cuda.stream(side):
+            forward_walk(
+                p, chunks, legs, h0, dr, dh0, h, delta, store_final=False, store_h=True, output=False, starts=starts,
+                leg=0,
+            )  # fmt: skip
+    if side is not None:
+        torch.cuda.current_stream(p.device).wait_stream(side)
+
+
+def _adjoint_walk(
+    p: Problem, chunks: Chunks, documents: Documents, do: Tensor, dht: Tensor | None, dh: Tensor, dr: Tensor,
+    dh0: Tensor, store_dh0: bool, span: Span | None,
+) -> None:  # fmt: skip
     chains, states = documents.count * p.HV * 2, (p.chunks * p.HV * 128, 128)
     keys, values = (p.B * p.T, p.H * 128), (p.B * p.T, p.HV * 128)
     q, k, _, table, scores, x = chunks
     do, dht, q, k, x = aligned(do), aligned(dht), aligned(q), aligned(k), aligned(x)
-    legs, starts, carried, carry = (documents, None, None, None) if span is None else span
+    carried, carry = (None, None) if span is None else span[2:]
     arguments = (
         TensorMap(do, values, TILE_64),
         TensorMap(q, keys, TILE_128),
@@ -89,10 +111,6 @@ def backward_walks(
     )  # fmt: skip
     launch(
         hopper_adjoint_kernel, chains, arguments, p.device, H=p.H, HV=p.HV, VARLEN=documents.cu is not None,
-        HAS_DHT=dht is not None, STORE_DH0=store_dh0, SPAN=span is not None, **stages(chains),
+        HAS_DHT=dht is not None, STORE_DH0=store_dh0, SPAN=span is not None,
+        **stages(chains if documents.usual is None else documents.usual * p.HV * 2),
     )  # fmt: skip
-    if replay:
-        forward_walk(
-            p, chunks, legs, h0, dr, dh0, h, delta, store_final=False, store_h=True, output=False, starts=starts,
-            leg=0,
-        )  # fmt: skip

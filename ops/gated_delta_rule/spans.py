@@ -20,6 +20,7 @@ class SpanPlan(NamedTuple):
 
     Attributes:
         rows: bound on the chunks of a span, which sizes its buffers.
+        together: documents that are usually walked side by side in a span.
         chains: bound on the documents, or parts of one, in a span.
         legs: bound on its legs.
     """
@@ -27,6 +28,7 @@ class SpanPlan(NamedTuple):
     length: int
     count: int
     rows: int
+    together: int
     chains: int
     legs: int
 
@@ -52,23 +54,33 @@ def chunk_bytes(HV: int, K: int, V: int, itemsize: int) -> int:
     return HV * (itemsize * (2 * K * V + CHUNK * V + CHUNK * CHUNK) + 4 * 5 * CHUNK)
 
 
+def _together(documents: int, chains: int) -> int:
+    """Documents of so many chains that fill the multiprocessors: the fewest, or the fewest that fill them best."""
+
+    def fill(count: int) -> float:
+        return count * chains / (-(-count * chains // configs.SM_COUNT) * configs.SM_COUNT)
+
+    counts = range(1, min(documents, configs.SM_COUNT) + 1)
+    return next((n for n in counts if fill(n) >= configs.SPANS.fill), max(counts, key=fill, default=1))
+
+
 def plan_spans(tokens: int, documents: int, chunks: int, HV: int, K: int, V: int, itemsize: int) -> SpanPlan:
     """Spans of `tokens` rows in `documents`; `chunks` bounds the chunks of all."""
     config = configs.SPANS
     leg = config.leg
     chunks = min(chunks, (tokens + (CHUNK - 1) * documents) // CHUNK)
     each = chunk_bytes(HV, K, V, itemsize)
+    together = _together(documents, HV * -(-V // configs.select(itemsize, K, V).scan.BV))
     if chunks * each <= config.alone_bytes:
         length = chunks
     else:
-        chains = HV * -(-V // configs.select(itemsize, K, V).scan.BV)
-        together = min(documents, -(-config.chains // chains))
-        wanted = config.span_bytes // each if together == 1 else together * -(-chunks // documents)
+        wanted = -(-together * -(-chunks // documents) // leg) * leg if together > 1 else 0
         wanted = max(min(wanted, config.most_bytes // each), config.span_bytes // each)
-        length = wanted if wanted >= chunks else max(wanted // leg, 1) * leg
+        length = max(wanted // leg, 1) * leg
     if length >= chunks:
         length, count, rows = max(chunks, 1), 1, chunks
     else:
         count, rows = -(-chunks // length), length + (leg - 1 if documents > 1 else 0)
     legs = -(-length // leg) if documents == 1 else min(documents, length) + length // leg
-    return SpanPlan(length, count, rows, min(documents, rows), legs)
+    together = max(together, length * documents // max(chunks, 1))
+    return SpanPlan(length, count, rows, min(together, documents, rows), min(documents, rows), legs)

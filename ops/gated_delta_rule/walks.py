@@ -37,7 +37,8 @@ class Documents(NamedTuple):
     """How many there are, their boundaries and chunk offsets on the device: None for the rows of a batch.
 
     Parts of a span are documents too, with lists of whose their states are (`span_tables`): `source` for a forward walk
-    and `end` where it keeps start states, `end` and `target` for an adjoint one.
+    and `end` where it keeps start states, `end` and `target` for an adjoint one. `count` bounds them then, and `usual`
+    is how many there are in most spans.
     """
 
     count: int
@@ -46,6 +47,7 @@ class Documents(NamedTuple):
     source: Tensor | None = None
     end: Tensor | None = None
     target: Tensor | None = None
+    usual: int | None = None
 
 
 class Span(NamedTuple):

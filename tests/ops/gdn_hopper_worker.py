@@ -109,7 +109,7 @@ def measure_spans(lengths: tuple[int, ...], seed: int) -> dict[str, list[float]]
     case = make_case(lengths, dtype=torch.float16, heads=1, value_heads=1, key_width=128, value_width=128)
     emulate(seed)
     kept, expected = run(case, True, "full"), oracle(case, 128**-0.5, True)
-    configs.SPANS = configs.SpanConfig(leg=1, alone_bytes=0, span_bytes=0, most_bytes=0, chains=1)
+    configs.SPANS = configs.SpanConfig(leg=1, alone_bytes=0, span_bytes=0, most_bytes=0, fill=0.9, beside=0)
     light, replayed = run(case, True, "light"), run(case, True, "none")
     for name in NAMES:
         assert torch.equal(light[name], kept[name]), name
