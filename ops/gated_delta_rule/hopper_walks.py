@@ -8,8 +8,9 @@ import torch
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from ..triton_launch import Box, TensorMap, launch
+from . import configs
 from .adjoint_hopper import hopper_adjoint_kernel
-from .configs import SM_COUNT, SPANS
+from .configs import SM_COUNT
 from .forward_hopper import hopper_forward_kernel
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def backward_walks(
     dr: Tensor, dh0: Tensor, h: Tensor, delta: Tensor, *, store_dh0: bool, replay: bool, span: Span | None,
 ) -> None:  # fmt: skip
     """See `walks.backward_walks`; the replay is a launch of its own, beside the adjoint one of few chains."""
-    few = documents.usual is not None and documents.usual * p.HV * 2 <= SPANS.beside
+    few = documents.usual is not None and documents.usual * p.HV * 2 <= configs.SPANS.beside
     side = torch.cuda.Stream(p.device) if replay and few and p.device.type == "cuda" else None
     if side is not None:
         side.wait_stream(torch.cuda.current_stream(p.device))

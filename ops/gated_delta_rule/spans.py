@@ -9,6 +9,7 @@ that goes from one span to the next.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 from ..varlen import CHUNK
@@ -54,14 +55,15 @@ def chunk_bytes(HV: int, K: int, V: int, itemsize: int) -> int:
     return HV * (itemsize * (2 * K * V + CHUNK * V + CHUNK * CHUNK) + 4 * 5 * CHUNK)
 
 
-def _together(documents: int, chains: int) -> int:
+@functools.lru_cache(maxsize=1024)
+def _together(documents: int, chains: int, enough: float) -> int:
     """Documents of so many chains that fill the multiprocessors: the fewest, or the fewest that fill them best."""
 
     def fill(count: int) -> float:
         return count * chains / (-(-count * chains // configs.SM_COUNT) * configs.SM_COUNT)
 
-    counts = range(1, min(documents, configs.SM_COUNT) + 1)
-    return next((n for n in counts if fill(n) >= configs.SPANS.fill), max(counts, key=fill, default=1))
+    counts = range(1, documents + 1)
+    return next((n for n in counts if fill(n) >= enough), max(counts, key=fill, default=1))
 
 
 def plan_spans(tokens: int, documents: int, chunks: int, HV: int, K: int, V: int, itemsize: int) -> SpanPlan:
@@ -70,7 +72,8 @@ def plan_spans(tokens: int, documents: int, chunks: int, HV: int, K: int, V: int
     leg = config.leg
     chunks = min(chunks, (tokens + (CHUNK - 1) * documents) // CHUNK)
     each = chunk_bytes(HV, K, V, itemsize)
-    together = _together(documents, HV * -(-V // configs.select(itemsize, K, V).scan.BV))
+    chains = HV * -(-V // configs.select(itemsize, K, V).scan.BV)
+    together = _together(min(int(documents), configs.SM_COUNT), chains, config.fill)
     if chunks * each <= config.alone_bytes:
         length = chunks
     else:

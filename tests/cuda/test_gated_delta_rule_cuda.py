@@ -6,6 +6,9 @@ import pytest
 import torch
 from oracles.gdn import NAMES, Case, assert_same_bits, make_case, oracle, relative_rms, run_front
 
+import ple_gdn
+from ple_gdn.ops.gated_delta_rule import configs
+
 pytestmark = pytest.mark.cuda
 
 LENGTHS = (130, 0, 1, 64, 65, 63, 7, 127, 129)
@@ -139,6 +142,83 @@ def test_captured_in_a_graph_and_replayed_with_other_boundaries() -> None:
         boundaries.copy_(torch.tensor(values))
         graph.replay()
         assert torch.equal(captured, call())
+
+
+SPAN_LENGTHS = (130, 0, 1, 400, 64, 65, 700, 0)
+# Spans of one to four chunks; legs of one or two, replayed beside the adjoint walk or after it.
+CUTS = ((1, 0, 104), (2, 0, 104), (2, 2 << 20, 0))
+
+
+def cut_into(monkeypatch: pytest.MonkeyPatch, leg: int, span_bytes: int, beside: int) -> None:
+    cut = configs.SpanConfig(leg, 0, span_bytes, span_bytes, 0.9, beside)
+    monkeypatch.setattr(configs, "SPANS", cut)
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "width"), [(torch.bfloat16, 128), (torch.float16, 128), (torch.bfloat16, 64), (torch.float32, 32)]
+)
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_backward_in_spans_has_the_bits_of_one(
+    packed: bool, dtype: torch.dtype, width: int, cut: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"heads": 2, "value_heads": 6, "key_width": width, "value_width": width, "dtype": dtype}
+    case = on_gpu(make_case(SPAN_LENGTHS if packed else (700,), trailing=70 if packed else 0, **sizes))
+    kept = run_front(case, save_mode="full", packed=packed)
+    cut_into(monkeypatch, *cut)
+    for _ in range(3):
+        poison = torch.full((1 << 24,), float("nan"), device="cuda")
+        del poison
+        assert_same_bits(run_front(case, packed=packed), kept)
+    boundaries = torch.tensor(case.boundaries, device="cuda") if packed else None
+    inputs = (*case[:6], boundaries)
+    none = [case.q.new_empty(0)] * 6
+    backward = torch.ops.ple_gdn.gated_delta_rule_backward
+    rebuilt = backward(case.do, case.dfinal_state, *inputs, None, None, *none, use_qk_l2norm=True)
+    assert all(torch.equal(a, kept[name]) for a, name in zip(rebuilt, NAMES[2:], strict=True))
+
+
+def test_spans_are_captured_in_a_graph_and_replayed_with_other_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
+    cut_into(monkeypatch, *CUTS[1])
+    case = on_gpu(make_case((400, 40, 260), dtype=torch.bfloat16, **GROUPED))
+    boundaries = torch.tensor((0, 400, 440, 700), device="cuda")
+
+    def call() -> list[torch.Tensor]:
+        inputs = (*case[:6], boundaries)
+        o, _, *tapes = torch.ops.ple_gdn.gated_delta_rule(*inputs, use_qk_l2norm=True)
+        backward = torch.ops.ple_gdn.gated_delta_rule_backward
+        return [o, *backward(case.do, None, *inputs, None, None, *tapes, use_qk_l2norm=True)]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    for values in ((0, 400, 440, 700), (0, 7, 7, 600), (0, 0, 650, 700)):
+        boundaries.copy_(torch.tensor(values))
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(captured, call(), strict=True)), values
+
+
+def test_the_peak_of_a_long_document_is_within_that_of_the_peer() -> None:
+    """FlashQLA 0.1.3 at 1x32768, (16, 48), bf16: 2684 MiB of inputs, outputs, gradients and temporaries."""
+    before = torch.cuda.memory_allocated()
+    T, H, HV = 32768, 16, 48
+    unit = lambda: torch.nn.functional.normalize(torch.randn(1, T, H, 128, device="cuda"), dim=-1)  # noqa: E731
+    q, k = unit().bfloat16().requires_grad_(), unit().bfloat16().requires_grad_()
+    v = torch.randn(1, T, HV, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    g = (torch.nn.functional.logsigmoid(torch.randn(1, T, HV, device="cuda")) / 4).requires_grad_()
+    beta = torch.sigmoid(torch.randn(1, T, HV, device="cuda")).requires_grad_()
+    leaves, do = (q, k, v, g, beta), torch.randn_like(v)
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        gradients = torch.autograd.grad(ple_gdn.gated_delta_rule(*leaves)[0], leaves, do)
+        peak = torch.cuda.max_memory_allocated() - before
+        del gradients
+    print(f"peak {peak / 2**20:.0f} MiB")
+    assert peak <= 2684 << 20
 
 
 def test_no_synchronising_call_with_boundaries_on_the_device() -> None:

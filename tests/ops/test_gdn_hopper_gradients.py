@@ -191,7 +191,8 @@ def compiled(constants: dict, tmp_path: Path) -> tuple[int, str]:
 @pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_gradients_fit_a_multiprocessor_and_run_their_products_in_parallel(packed: bool, tmp_path: Path) -> None:
     absent = {} if packed else {"cu_ptr": None, "offsets_ptr": None}
-    flags = {"H": 16, "HV": 48, "VARLEN": packed, "L2NORM": True, "SIDE_REGISTERS": REGISTERS["SIDE_REGISTERS"]}
+    flags = {"H": 16, "HV": 48, "VARLEN": packed, "SPAN": packed, "L2NORM": True}
+    flags |= {"SIDE_REGISTERS": REGISTERS["SIDE_REGISTERS"]}
     size, report = compiled({**flags, **absent}, tmp_path)
     assert size <= 232448
     assert not re.search(r"C75\d\d|serialized", report), report
