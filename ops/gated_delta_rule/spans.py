@@ -67,8 +67,8 @@ def _together(documents: int, chains: int, enough: float) -> int:
 
 
 def plan_spans(tokens: int, documents: int, chunks: int, HV: int, K: int, V: int, itemsize: int) -> SpanPlan:
-    """Spans of `tokens` rows in `documents`; `chunks` bounds the chunks of all. In a trace heads and widths, which change
-    little, become constants."""
+    """Spans of `tokens` rows in `documents`; `chunks` bounds the chunks of all. Heads and widths become constants in a
+    trace."""
     config = configs.SPANS
     HV, K, V = int(HV), int(K), int(V)
     leg = config.leg
