@@ -3,6 +3,7 @@
 #   one   CUDA tests of PLE, gated residual, tapes and convolution side by side; then timings, alone (1 GPU, 8 min)
 #   fuzz  2,000 cases of each fuzzer (1 GPU, 9 min)
 #   gdn   the gated delta rule and its patches in benchmarks/next: checks, then timings (1 GPU, 8 min)
+#   spans the backward of the gated delta rule in spans: CUDA tests, bits, times and peaks by form (1 GPU, 7 min)
 #   next  the patches for PLE and for segments (1 GPU, 7 min)
 #   peers the gated delta rule beside FlashQLA and FLA (1 GPU, 7 min). Their packages lie in the folder $PEERS: pip install
 #         --no-deps --target $PEERS flash-qla tilelang z3-solver apache-tvm-ffi torch-c-dlpack-ext fla-core
@@ -12,7 +13,7 @@
 # Each job has a limit of its own; the table comes last. Logs and results end in OUT/h200-PART.tgz. Exit status 1 if a job failed.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-part=${1:?one, fuzz, gdn, next, peers, layer, san or two} out=${2:?folder for logs and results}
+part=${1:?one, fuzz, gdn, spans, next, peers, layer, san or two} out=${2:?folder for logs and results}
 mkdir -p "$out/logs" "$out/results"
 touch "$out/began"
 export NCCL_NVLS_ENABLE=0 PYTHONUNBUFFERED=1
@@ -66,6 +67,10 @@ fuzz)
     ;;
 gdn)
     job 540 validate_gdn $python benchmarks/next/validate_gdn.py --out "$out/results" && settle
+    ;;
+spans)
+    job 200 test_spans $python -P -m pytest -p no:cacheprovider -q tests/cuda/test_gated_delta_rule_cuda.py -k "span or peak or twenty or alone" && settle
+    job 200 bench_spans $python benchmarks/time_spans.py --out "$out/results/gdn_spans_h200.json" && settle
     ;;
 next)
     job 240 validate_ple $python benchmarks/next/validate_ple.py --out "$out/results" && settle
