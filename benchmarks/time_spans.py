@@ -41,6 +41,7 @@ FORMS = {
     "spans after": BASE._replace(beside=0),
     "spans of one": BASE._replace(fill=0.7),
     "legs of 16": BASE._replace(leg=16),
+    "16 after": BASE._replace(leg=16, beside=0),
     "wide spans": BASE._replace(span_bytes=2 * BASE.span_bytes),
 }
 
