@@ -28,6 +28,7 @@ from .device_hopper import (
     copy_out,
     end_staging,
     locate,
+    locate_piece,
     send_rows,
     start_staging,
     thread_barrier,
@@ -70,10 +71,10 @@ def feed_adjoint(
 def walk_adjoint(
     do_tiles, q_tiles, k_tiles, x_tiles, p_tiles, rows_tiles, starts, dh_tile, dr_tile,
     state_full, state_empty, output_full, output_empty,
-    dht_ptr, dr_ptr, dh0_ptr, end_ptr, target_ptr, carried_ptr, carry_ptr, dh_desc, dr_desc,
-    start, length, chunks, first, head, split, document,
+    dht_ptr, dr_ptr, dh0_ptr, end_ptr, target_ptr, carried_ptr, carry_ptr, states_ptr, dh_desc, dr_desc,
+    start, length, chunks, first, head, split, index, document, before, after,
     HV: gl.constexpr, STAGES: gl.constexpr, OUTPUT_STAGES: gl.constexpr,
-    HAS_DHT: gl.constexpr, STORE_DH0: gl.constexpr, SPAN: gl.constexpr,
+    HAS_DHT: gl.constexpr, STORE_DH0: gl.constexpr, SPAN: gl.constexpr, KIND: gl.constexpr,
 ):  # fmt: skip
     """The computing warpgroup. dR of a chunk is stored while the next chunk's first products run."""
     dtype: gl.constexpr = k_tiles.dtype
@@ -81,15 +82,18 @@ def walk_adjoint(
     vcol = split * 64 + gl.arange(0, 64, gl.SliceLayout(1, WIDE))
     state = gl.cast(document * HV + head, gl.int64) * 16384
     inside = gl.arange(0, 128, gl.SliceLayout(0, WIDE))[None, :] * 128 + vcol[:, None]
+    own = gl.cast(index * HV + head, gl.int64) * 16384
     dS = gl.zeros([64, 128], gl.float32, WIDE)
     if SPAN:
         end = gl.load(end_ptr + document).to(gl.int64)
-        if end == -1:
-            dS = gl.load(carried_ptr + head * 16384 + inside)
+        if end <= -3:
+            dS = gl.load(carried_ptr + ((-3 - end) * HV + head) * 16384 + inside)
         elif HAS_DHT:
             dS = gl.load(dht_ptr + (gl.maximum(end, 0) * HV + head) * 16384 + inside)
-    elif HAS_DHT:
+    elif HAS_DHT and after == 0:
         dS = gl.load(dht_ptr + state + inside)
+    if KIND == 1 and after > 0:
+        dS = gl.load(states_ptr + own + inside)
     dR_low = gl.zeros([64, 64], dtype, NARROW)
     for j in range(chunks):
         i = chunks - 1 - j
@@ -120,13 +124,14 @@ def walk_adjoint(
         decayed = dO.to(gl.float32) * starts.index(out_slot).load(ACROSS)[None, :]
         left = gl.convert_layout(decayed.to(dtype), WIDE_LEFT)
         dS = warpgroup_mma(left, q, dS, is_async=True)
-        start_staging()
-        dh_tile.permute((1, 0)).store(low)
-        dr_tile.permute((1, 0)).store(dR_low)
-        end_staging()
-        copy_out(dh_desc, [((first + i) * HV + head) * 128, split * 64], dh_tile)
-        if j > 0:
-            send_rows(dr_desc, dr_ptr, dr_tile, row + 64, column, gl.minimum(length - i * 64 - 64, 64), HV * 128)
+        if KIND != 2:
+            start_staging()
+            dh_tile.permute((1, 0)).store(low)
+            dr_tile.permute((1, 0)).store(dR_low)
+            end_staging()
+            copy_out(dh_desc, [((first + i) * HV + head) * 128, split * 64], dh_tile)
+            if j > 0:
+                send_rows(dr_desc, dr_ptr, dr_tile, row + 64, column, gl.minimum(length - i * 64 - 64, 64), HV * 128)
         beta = rows_tiles.index(slot * 4).load(ACROSS)
         k_end = rows_tiles.index(slot * 4 + 2).load(ACROSS)
         PdO, KdS = warpgroup_mma_wait(1, deps=[PdO, KdS])
@@ -150,7 +155,7 @@ def walk_adjoint(
         dS = warpgroup_mma_wait(0, deps=[dS])
         thread_barrier()
         mbarrier.arrive(state_empty.index(slot), count=1)
-    if chunks > 0:
+    if KIND != 2 and chunks > 0:
         start_staging()
         dr_tile.permute((1, 0)).store(dR_low)
         end_staging()
@@ -164,23 +169,34 @@ def walk_adjoint(
         if STORE_DH0:  # noqa: SIM102 (a constexpr guards a store)
             if target >= 0:
                 gl.store(dh0_ptr + (target * HV + head) * 16384 + inside, dS)
-    elif STORE_DH0:
+    elif KIND == 2 and before > 0:
+        gl.store(states_ptr + (own - HV * 16384) + inside, dS)
+    elif STORE_DH0 and before == 0:
         gl.store(dh0_ptr + state + inside, dS)
 
 
 @gluon.jit(do_not_specialize=["T", "chunks_per_row"])
 def hopper_adjoint_kernel(
     do_desc, q_desc, k_desc, rows_desc, p_desc, x_desc, dh_desc, dr_desc,
-    dht_ptr, dr_ptr, dh0_ptr, end_ptr, target_ptr, carried_ptr, carry_ptr, cu_ptr, offsets_ptr, T, chunks_per_row,
+    dht_ptr, dr_ptr, dh0_ptr, end_ptr, target_ptr, carried_ptr, carry_ptr, cu_ptr, offsets_ptr, table_ptr,
+    states_ptr, T, chunks_per_row,
     H: gl.constexpr, HV: gl.constexpr, VARLEN: gl.constexpr, HAS_DHT: gl.constexpr, STORE_DH0: gl.constexpr,
-    SPAN: gl.constexpr, STAGES: gl.constexpr, OUTPUT_STAGES: gl.constexpr,
+    SPAN: gl.constexpr, KIND: gl.constexpr, STAGES: gl.constexpr, OUTPUT_STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One CTA of 4 + 1 warps per (document, value head, block of 64 columns); outputs as scan.adjoint_kernel."""
+    """One CTA of 4 + 1 warps per (document or piece, value head, 64 columns); outputs as scan.adjoint_kernel."""
     pid = gl.program_id(0)
     split = pid % 2
     head = pid // 2 % HV
-    document = pid // (2 * HV)
-    start, length, first = locate(document, cu_ptr, offsets_ptr, T, chunks_per_row, VARLEN)
+    index = pid // (2 * HV)
+    if KIND == 0:
+        start, length, first = locate(index, cu_ptr, offsets_ptr, T, chunks_per_row, VARLEN)
+        document = index
+        before: gl.constexpr = 0
+        after: gl.constexpr = 0
+    else:
+        start, length, first, document, before, after = locate_piece(index, table_ptr)
+    if KIND == 2:
+        length = gl.where(before > 0, length, 0)
     chunks = (length + 63) // 64
     dtype: gl.constexpr = k_desc.dtype
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 64, 128], k_desc.layout)
@@ -190,8 +206,12 @@ def hopper_adjoint_kernel(
     do_tiles = gl.allocate_shared_memory(dtype, [OUTPUT_STAGES, 64, 64], do_desc.layout)
     p_tiles = gl.allocate_shared_memory(dtype, [OUTPUT_STAGES, 64, 64], p_desc.layout)
     starts = gl.allocate_shared_memory(gl.float32, [OUTPUT_STAGES, 64], rows_desc.layout)
-    dh_tile = gl.allocate_shared_memory(dtype, [128, 64], dh_desc.layout)
-    dr_tile = gl.allocate_shared_memory(dtype, [64, 64], dr_desc.layout)
+    # What a summary does not use stays a second name of a tile in use.
+    dh_tile = k_tiles
+    dr_tile = k_tiles
+    if KIND != 2:
+        dh_tile = gl.allocate_shared_memory(dtype, [128, 64], dh_desc.layout)
+        dr_tile = gl.allocate_shared_memory(dtype, [64, 64], dr_desc.layout)
     state_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     state_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     output_full = gl.allocate_shared_memory(gl.int64, [OUTPUT_STAGES, 1], mbarrier.MBarrierLayout())
@@ -209,9 +229,9 @@ def hopper_adjoint_kernel(
             (walk_adjoint, (
                 do_tiles, q_tiles, k_tiles, x_tiles, p_tiles, rows_tiles, starts, dh_tile, dr_tile,
                 state_full, state_empty, output_full, output_empty,
-                dht_ptr, dr_ptr, dh0_ptr, end_ptr, target_ptr, carried_ptr, carry_ptr, dh_desc, dr_desc,
-                start, length, chunks, first, head, split, document,
-                HV, STAGES, OUTPUT_STAGES, HAS_DHT, STORE_DH0, SPAN,
+                dht_ptr, dr_ptr, dh0_ptr, end_ptr, target_ptr, carried_ptr, carry_ptr, states_ptr, dh_desc, dr_desc,
+                start, length, chunks, first, head, split, index, document, before, after,
+                HV, STAGES, OUTPUT_STAGES, HAS_DHT, STORE_DH0, SPAN, KIND,
             )),
             (feed_adjoint, (
                 do_desc, q_desc, k_desc, rows_desc, p_desc, x_desc, do_tiles, q_tiles, k_tiles, x_tiles, p_tiles,

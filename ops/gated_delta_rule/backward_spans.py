@@ -18,6 +18,7 @@ from ..varlen import CHUNK
 from . import configs
 from .chunk_gradients import Tapes as GradientTapes
 from .chunk_gradients import chunk_gradients
+from .pieces import Pieces
 from .span_tables import span_tables_kernel
 from .spans import SpanPlan, start_count
 from .walks import Chunks, Documents, Span, backward_walks, forward_walk
@@ -70,9 +71,10 @@ class Buffers(NamedTuple):
     @classmethod
     def bind(cls, p: Problem, plan: SpanPlan, arena: Arena, starts: Tensor | None) -> Buffers:
         rows, state = plan.rows, (p.HV, p.K, p.V)
+        most = rows if plan.cut is None else p.chunks  # summaries and maps go before all spans
         tiles = {
-            "row_table": ((rows, p.HV, 5 * CHUNK), torch.float32),
-            "scores": ((rows, p.HV, CHUNK, CHUNK), p.dtype),
+            "row_table": ((most, p.HV, 5 * CHUNK), torch.float32),
+            "scores": ((most, p.HV, CHUNK, CHUNK), p.dtype),
             "h": ((rows, *state), p.dtype),
             "delta": ((rows * CHUNK, p.HV, p.V), p.dtype),
             "dh": ((rows, *state), p.dtype),
@@ -86,18 +88,34 @@ class Buffers(NamedTuple):
         return cls(*bound, starts, missing)
 
 
-def backward_in_spans(p: Problem, plan: SpanPlan, call: Call, buffers: Buffers) -> None:
+def backward_in_spans(p: Problem, plan: SpanPlan, call: Call, buffers: Buffers, arena: Arena) -> None:
     """Fills the gradients of every document's rows and `dh0`."""
     if call.h0 is not None:  # what an empty document, which has no chain, gets
         call.dh0.zero_() if call.dht is None else call.dh0.copy_(call.dht)
     spans = _tables(p, plan, call, buffers.tables)
     # The parts are documents of one row.
     part = p._replace(B=1, T=p.B * p.T, documents=plan.chains, chunks=plan.rows, varlen=True)
-    if buffers.missing:
+    ends = None if plan.cut is None else _between_pieces(p, plan.cut, call, buffers, arena)
+    if buffers.missing and ends is None:
         for chains, _ in spans:
             _keep_starts(part, call, buffers, chains)
     for i, (chains, legs) in enumerate(reversed(spans)):
-        _one_span(part, call, buffers, chains, Span(legs, buffers.starts, *_in_turn(buffers.carry, i)))
+        carried, carry = _in_turn(buffers.carry, i)
+        _one_span(part, call, buffers, chains, Span(legs, buffers.starts, carried if ends is None else ends, carry))
+
+
+def _between_pieces(p: Problem, cut: int, call: Call, buffers: Buffers, arena: Arena) -> Tensor:
+    """Adjoints at the ends of all pieces, and where they are missing the start states of the legs."""
+    documents = Documents(p.documents, call.cu, call.offsets)
+    chunks = _operands(p, call, buffers, documents, call.rebuild)
+    pieces = Pieces(p, cut, documents, chunks, arena)
+    if buffers.missing:
+        walked, unused = pieces.walked(pieces.starts(call.h0, call.gradients[2])), call.gradients[2]
+        forward_walk(
+            p, chunks, walked, call.h0, unused, call.dh0, buffers.h, buffers.delta, store_final=False, store_h=False,
+            output=False, starts=buffers.starts, leg=configs.SPANS.leg,
+        )  # fmt: skip
+    return pieces.ends(call.do, call.dht)
 
 
 def _in_turn(carry: Tensor, i: int) -> tuple[Tensor, Tensor]:
@@ -110,7 +128,7 @@ def _tables(p: Problem, plan: SpanPlan, call: Call, out: Tensor) -> list[tuple[D
     sizes = (p.documents, p.T, p.chunks_per_row, plan.length, plan.chains, plan.legs)
     launch(
         span_tables_kernel, plan.count, (call.cu, call.offsets, out, *sizes), p.device, LEG=configs.SPANS.leg,
-        VARLEN=p.varlen, BLOCK=128, num_warps=4,
+        CUT=plan.cut or 0, VARLEN=p.varlen, BLOCK=128, num_warps=4,
     )  # fmt: skip
     spans = []
     for row in out.unbind(0):

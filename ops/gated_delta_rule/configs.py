@@ -114,6 +114,24 @@ def walks_for_hopper(
     return fits and capability == (9, 0) and triton in HOPPER_WALKS_TRITON
 
 
+# A document of more than L chunks is walked in pieces of L, for the chains that it brings (value heads x blocks of V):
+# at most 16, or at most 34, beyond which two documents fill half the multiprocessors. L follows from heads, widths and
+# dtype alone, never from the pack, so a document has the same bits packed and alone. It is a multiple of SPANS.leg.
+#        most chains, L
+CUTS = ((16, 64), (34, 256))
+# 16-bit terms in which the Hopper map kernel takes M, beta E and the update: two hold 16 bits of fp32's 24.
+MAP_TERMS = 2
+
+
+def piece_length(rows: int, itemsize: int, HV: int, K: int, V: int) -> int | None:
+    """L, in chunks: length of the pieces that documents of up to `rows` tokens are walked in; None: they are whole."""
+    if block_width(K) > 128 or itemsize > 4:  # a map of 256 x 256 does not fit the fold; float64 is the CPU's
+        return None
+    chains = HV * -(-V // select(itemsize, K, V).scan.BV)
+    length = next((length for most, length in CUTS if chains <= most), None)
+    return length if length is not None and rows > 64 * length else None
+
+
 def operands_for_hopper(itemsize: int, K: int, capability: tuple[int, int], triton: tuple[int, int]) -> bool:
     """True where `operands_hopper.py` makes tapes, row table and P, False where `prep.py` and `scores.py` do."""
     return itemsize == 2 and K == 128 and capability == (9, 0) and triton in HOPPER_WALKS_TRITON

@@ -48,6 +48,16 @@ def locate_document(document, cu_ptr, offsets_ptr, T, chunks_per_row, VARLEN: tl
 
 
 @triton.jit
+def locate_piece(piece, table_ptr):
+    """A row of the table of pieces (see pieces.py): first token, length, first chunk, document, pieces of the document
+    before it and after it, both -1 where the slot holds none."""
+    row = table_ptr + piece * 8
+    length = tl.load(row + 1).to(tl.int32)
+    before, after = tl.load(row + 4).to(tl.int32), tl.load(row + 5).to(tl.int32)
+    return tl.load(row), length, tl.load(row + 2), tl.load(row + 3).to(tl.int32), before, after
+
+
+@triton.jit
 def load_rows(ptr, stride: tl.constexpr, rows, columns, valid, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Tile [rows, columns] of a row-major matrix; rows past `valid` and columns past WIDTH read 0."""
     if BLOCK == WIDTH:

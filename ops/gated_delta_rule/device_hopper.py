@@ -34,6 +34,15 @@ def locate(document, cu_ptr, offsets_ptr, T, chunks_per_row, VARLEN: gl.constexp
 
 
 @gluon.jit
+def locate_piece(piece, table_ptr):
+    """A row of the table of pieces, as device.locate_piece, in int32."""
+    row = table_ptr + piece * 8
+    start, length, first = gl.load(row).to(gl.int32), gl.load(row + 1).to(gl.int32), gl.load(row + 2).to(gl.int32)
+    document, before, after = gl.load(row + 3), gl.load(row + 4), gl.load(row + 5)
+    return start, length, first, document.to(gl.int32), before.to(gl.int32), after.to(gl.int32)
+
+
+@gluon.jit
 def clear_rows(tile, valid, WIDTH: gl.constexpr):
     """Rows from `valid` on become 0, 64 columns at a time.
 

@@ -34,6 +34,7 @@ from .device_hopper import (
     copy_out,
     end_staging,
     locate,
+    locate_piece,
     send_rows,
     start_staging,
     thread_barrier,
@@ -75,10 +76,10 @@ def feed(
 def walk(
     q_tiles, k_tiles, v_tiles, x_tiles, p_tiles, rows_tiles, starts, h_tile, delta_tile, o_tile,
     state_full, state_empty, output_full, output_empty,
-    h0_ptr, ht_ptr, o_ptr, delta_ptr, starts_ptr, source_ptr, end_ptr, o_desc, h_desc, delta_desc,
-    start, length, chunks, first, head, split, document,
+    h0_ptr, ht_ptr, o_ptr, delta_ptr, starts_ptr, source_ptr, end_ptr, states_ptr, o_desc, h_desc, delta_desc,
+    start, length, chunks, first, head, split, index, document, before, after,
     HV: gl.constexpr, STAGES: gl.constexpr, OUTPUT_STAGES: gl.constexpr, HAS_H0: gl.constexpr, STORE_HT: gl.constexpr,
-    STORE_H: gl.constexpr, OUTPUT: gl.constexpr, SPAN: gl.constexpr, LEG: gl.constexpr,
+    STORE_H: gl.constexpr, OUTPUT: gl.constexpr, SPAN: gl.constexpr, LEG: gl.constexpr, KIND: gl.constexpr,
 ):  # fmt: skip
     """The computing warpgroup. O and delta of a chunk are stored while the next chunk's first products run."""
     dtype: gl.constexpr = k_tiles.dtype
@@ -88,6 +89,7 @@ def walk(
     inside = gl.arange(0, 128, gl.SliceLayout(0, WIDE))[None, :] * 128 + vcol[:, None]
     # Start states are kept as they lie, [V, K]: pairs at immediate offsets; `inside` would cost the loop 28 registers.
     turned = gl.arange(0, 128, gl.SliceLayout(0, WIDE))[None, :] + vcol[:, None] * 128
+    own = gl.cast(index * HV + head, gl.int64) * 16384
     S = gl.zeros([64, 128], gl.float32, WIDE)
     if SPAN:
         source = gl.load(source_ptr + document).to(gl.int64)
@@ -95,8 +97,10 @@ def walk(
             S = gl.load(starts_ptr + (source * HV + head) * 16384 + turned)
         elif HAS_H0:
             S = gl.load(h0_ptr + ((-1 - source) * HV + head) * 16384 + inside)
-    elif HAS_H0:
+    elif HAS_H0 and before == 0:
         S = gl.load(h0_ptr + state + inside)
+    if KIND == 1 and before > 0:
+        S = gl.load(states_ptr + own + inside)
     O_low = gl.zeros([64, 64], dtype, NARROW)
     delta_low = gl.zeros([64, 64], dtype, NARROW)
     for i in range(chunks):
@@ -105,7 +109,7 @@ def walk(
         slot = i % STAGES
         k, v, x = k_tiles.index(slot), v_tiles.index(slot), x_tiles.index(slot)
         if LEG:  # noqa: SIM102 (a constexpr guards a store)
-            if (i > 0) & (i % LEG == 0):
+            if ((i > 0) | (before > 0)) & (i % LEG == 0):
                 kept = gl.cast(start // (64 * LEG) - 1 + i // LEG, gl.int64)
                 gl.store(starts_ptr + (kept * HV + head) * 16384 + turned, S)
         S_low = S.to(dtype)
@@ -188,10 +192,12 @@ def walk(
             send_rows(delta_desc, delta_ptr, delta_tile, at, column, valid, HV * 128)
         # Shared memory must outlive the copies out of it.
         tma.store_wait(0)
-    if STORE_HT:
+    if KIND == 2 and after > 0:
+        gl.store(states_ptr + own + HV * 16384 + inside, S)
+    elif STORE_HT and after == 0:
         gl.store(ht_ptr + state + inside, S)
     if SPAN and LEG:  # noqa: SIM102 (a constexpr guards a load)
-        if gl.load(end_ptr + document) == -1:
+        if gl.load(end_ptr + document) == -3:
             kept = gl.cast(start // (64 * LEG) - 1 + chunks // LEG, gl.int64)
             gl.store(starts_ptr + (kept * HV + head) * 16384 + turned, S)
 
@@ -199,17 +205,26 @@ def walk(
 @gluon.jit(do_not_specialize=["T", "chunks_per_row"])
 def hopper_forward_kernel(
     q_desc, k_desc, v_desc, rows_desc, p_desc, x_desc, o_desc, h_desc, delta_desc,
-    h0_ptr, ht_ptr, o_ptr, delta_ptr, starts_ptr, source_ptr, end_ptr, cu_ptr, offsets_ptr, T, chunks_per_row,
+    h0_ptr, ht_ptr, o_ptr, delta_ptr, starts_ptr, source_ptr, end_ptr, cu_ptr, offsets_ptr, table_ptr, states_ptr,
+    T, chunks_per_row,
     H: gl.constexpr, HV: gl.constexpr, VARLEN: gl.constexpr, HAS_H0: gl.constexpr, STORE_HT: gl.constexpr,
-    STORE_H: gl.constexpr, OUTPUT: gl.constexpr, SPAN: gl.constexpr, LEG: gl.constexpr,
+    STORE_H: gl.constexpr, OUTPUT: gl.constexpr, SPAN: gl.constexpr, LEG: gl.constexpr, KIND: gl.constexpr,
     STAGES: gl.constexpr, OUTPUT_STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One CTA of 4 + 1 warps per (document, value head, block of 64 columns); outputs as scan.forward_kernel."""
+    """One CTA of 4 + 1 warps per (document or piece, value head, 64 columns); outputs as scan.forward_kernel."""
     pid = gl.program_id(0)
     split = pid % 2
     head = pid // 2 % HV
-    document = pid // (2 * HV)
-    start, length, first = locate(document, cu_ptr, offsets_ptr, T, chunks_per_row, VARLEN)
+    index = pid // (2 * HV)
+    if KIND == 0:
+        start, length, first = locate(index, cu_ptr, offsets_ptr, T, chunks_per_row, VARLEN)
+        document = index
+        before: gl.constexpr = 0
+        after: gl.constexpr = 0
+    else:
+        start, length, first, document, before, after = locate_piece(index, table_ptr)
+    if KIND == 2:
+        length = gl.where(after > 0, length, 0)
     chunks = (length + 63) // 64
     dtype: gl.constexpr = k_desc.dtype
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 64, 128], k_desc.layout)
@@ -250,9 +265,10 @@ def hopper_forward_kernel(
             (walk, (
                 q_tiles, k_tiles, v_tiles, x_tiles, p_tiles, rows_tiles, starts, h_tile, delta_tile, o_tile,
                 state_full, state_empty, output_full, output_empty,
-                h0_ptr, ht_ptr, o_ptr, delta_ptr, starts_ptr, source_ptr, end_ptr, o_desc, h_desc, delta_desc,
-                start, length, chunks, first, head, split, document,
-                HV, STAGES, OUTPUT_STAGES, HAS_H0, STORE_HT, STORE_H, OUTPUT, SPAN, LEG,
+                h0_ptr, ht_ptr, o_ptr, delta_ptr, starts_ptr, source_ptr, end_ptr, states_ptr,
+                o_desc, h_desc, delta_desc,
+                start, length, chunks, first, head, split, index, document, before, after,
+                HV, STAGES, OUTPUT_STAGES, HAS_H0, STORE_HT, STORE_H, OUTPUT, SPAN, LEG, KIND,
             )),
             (feed, (
                 q_desc, k_desc, v_desc, rows_desc, p_desc, x_desc,

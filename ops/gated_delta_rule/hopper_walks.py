@@ -10,8 +10,10 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from ..triton_launch import Box, TensorMap, launch
 from . import configs
 from .adjoint_hopper import hopper_adjoint_kernel
-from .configs import SM_COUNT
+from .configs import MAP_TERMS, SM_COUNT
 from .forward_hopper import hopper_forward_kernel
+from .map_hopper import hopper_map_kernel
+from .walks import SUMMARIES
 
 if TYPE_CHECKING:
     from .launch import Problem
@@ -57,12 +59,12 @@ def forward_walk(
         TensorMap(h, states, STATE) if store_h else None,
         TensorMap(delta, (delta.numel() // values[1], values[1]), TILE_64) if store_h else None,
         h0, final, o, delta, starts, documents.source, documents.end, documents.cu, documents.offsets,
-        p.T, p.chunks_per_row,
+        documents.table, documents.states, p.T, p.chunks_per_row,
     )  # fmt: skip
     launch(
         hopper_forward_kernel, chains, arguments, p.device, H=p.H, HV=p.HV, VARLEN=documents.cu is not None,
         HAS_H0=h0 is not None, STORE_HT=store_final, STORE_H=store_h, OUTPUT=output,
-        SPAN=documents.source is not None, LEG=leg, **stages(chains),
+        SPAN=documents.source is not None, LEG=leg, KIND=documents.kind, **stages(chains),
     )  # fmt: skip
 
 
@@ -98,6 +100,7 @@ def _adjoint_walk(
     q, k, _, table, scores, x = chunks
     do, dht, q, k, x = aligned(do), aligned(dht), aligned(q), aligned(k), aligned(x)
     carried, carry = (None, None) if span is None else span[2:]
+    stored = documents.kind != SUMMARIES
     arguments = (
         TensorMap(do, values, TILE_64),
         TensorMap(q, keys, TILE_128),
@@ -105,13 +108,27 @@ def _adjoint_walk(
         TensorMap(table, (p.chunks * p.HV * 320,), ROW),
         TensorMap(scores, (p.chunks * p.HV * 64, 64), TILE_64),
         TensorMap(x, (p.B * p.T, p.HV * 64), TILE_64),
-        TensorMap(dh, states, STATE),
-        TensorMap(dr, values, TILE_64),
+        TensorMap(dh, states, STATE) if stored else None,
+        TensorMap(dr, values, TILE_64) if stored else None,
         dht, dr, dh0, documents.end, documents.target, carried, carry, documents.cu, documents.offsets,
-        p.T, p.chunks_per_row,
+        documents.table, documents.adjoints, p.T, p.chunks_per_row,
     )  # fmt: skip
     launch(
         hopper_adjoint_kernel, chains, arguments, p.device, H=p.H, HV=p.HV, VARLEN=documents.cu is not None,
-        HAS_DHT=dht is not None, STORE_DH0=store_dh0, SPAN=span is not None,
+        HAS_DHT=dht is not None, STORE_DH0=store_dh0, SPAN=span is not None, KIND=documents.kind,
         **stages(chains if documents.usual is None else documents.usual * p.HV * 2),
+    )  # fmt: skip
+
+
+def piece_maps(p: Problem, chunks: Chunks, slots: int, table: Tensor, maps: Tensor) -> None:
+    """See `walks.piece_maps`. Two CTAs a multiprocessor."""
+    arguments = (
+        TensorMap(aligned(chunks.k), (p.B * p.T, p.H * 128), TILE_128),
+        TensorMap(chunks.table, (p.chunks * p.HV * 320,), ROW),
+        TensorMap(aligned(chunks.x), (p.B * p.T, p.HV * 64), TILE_64),
+        table, maps,
+    )  # fmt: skip
+    launch(
+        hopper_map_kernel, slots * p.HV * 2, arguments, p.device, H=p.H, HV=p.HV, STAGES=3, TERMS=MAP_TERMS,
+        num_warps=4, maxnreg=128,
     )  # fmt: skip

@@ -15,6 +15,7 @@ from .chunk_gradients import Tapes as GradientTapes
 from .chunk_gradients import chunk_gradients
 from .configs import SM_COUNT, block_width, select
 from .packing_kernels import check_packing_kernel, zero_gradient_tail_kernel, zero_output_tail_kernel
+from .pieces import Pieces
 from .prep import prep_kernel
 from .scores import score_kernel
 from .spans import SpanPlan, plan_spans, start_count
@@ -53,7 +54,13 @@ class Problem(NamedTuple):
 
     @property
     def spans(self) -> SpanPlan:
-        return plan_spans(self.B * self.T, self.documents, self.chunks, self.HV, self.K, self.V, self.dtype.itemsize)
+        shape = (self.HV, self.K, self.V, self.dtype.itemsize)
+        return plan_spans(self.B * self.T, self.documents, self.chunks, *shape, self.cut)
+
+    @property
+    def cut(self) -> int | None:
+        """Chunks of the pieces that documents are walked in, if they are."""
+        return configs.piece_length(self.T, self.dtype.itemsize, self.HV, self.K, self.V)
 
     @property
     def dot(self) -> str:
@@ -157,10 +164,13 @@ def launch_forward(
         h0 = None if initial_state is None else initial_state.contiguous()
         cu, offsets = _packing(p, cu_seqlens, chunk_offsets)
         make_operands(p, q, k, g, beta, cu, offsets, tapes, table, scores, scale, use_qk_l2norm, inverse=True)
+        chunks, documents = Chunks(q, k, v, table, scores, tapes[3]), Documents(p.documents, cu, offsets)
+        if p.cut is not None:
+            pieces = Pieces(p, p.cut, documents, chunks, arena)
+            documents = pieces.walked(pieces.starts(h0, o if output else delta))
         forward_walk(
-            p, Chunks(q, k, v, table, scores, tapes[3]), Documents(p.documents, cu, offsets), h0, o, final, h, delta,
-            store_final=output_final_state, store_h=full, output=output, starts=starts,
-            leg=configs.SPANS.leg if starts.numel() else 0,
+            p, chunks, documents, h0, o, final, h, delta, store_final=output_final_state, store_h=full, output=output,
+            starts=starts, leg=configs.SPANS.leg if starts.numel() else 0,
         )  # fmt: skip
         if p.varlen:
             arguments = (cu, o if output else delta, *tapes, delta, p.documents, p.T)
@@ -182,7 +192,7 @@ def _buffers(p: Problem, arena: Arena, h: Tensor, delta: Tensor, replay: bool) -
     return table, scores, h, delta, arena.bind("dh", (p.chunks, p.HV, p.K, p.V), p.dtype)
 
 
-def _backward_whole(p: Problem, call: Call, buffers: tuple[Tensor, ...], replay: bool) -> None:
+def _backward_whole(p: Problem, call: Call, buffers: tuple[Tensor, ...], replay: bool, arena: Arena) -> None:
     """All chunks at once."""
     q, k, v, tapes, l2norm = call.q, call.k, call.v, call.tapes, call.l2norm
     table, scores, h, delta, dh = buffers
@@ -190,9 +200,14 @@ def _backward_whole(p: Problem, call: Call, buffers: tuple[Tensor, ...], replay:
         p, q, k, call.g, call.beta, call.cu, call.offsets, tapes, table, scores, call.scale, l2norm,
         inverse=call.rebuild,
     )  # fmt: skip
-    documents = Documents(p.documents, call.cu, call.offsets)
+    documents, chunks = Documents(p.documents, call.cu, call.offsets), Chunks(q, k, v, table, scores, tapes[3])
+    walked = documents
+    if p.cut is not None:
+        pieces = Pieces(p, p.cut, documents, chunks, arena)
+        states = pieces.starts(call.h0, call.gradients[2]) if replay else None
+        walked = pieces.walked(states, pieces.ends(call.do, call.dht))
     backward_walks(
-        p, Chunks(q, k, v, table, scores, tapes[3]), documents, call.do, call.dht, call.h0,
+        p, chunks, walked, call.do, call.dht, call.h0,
         dh, call.gradients[2], call.dh0, h, delta, store_dh0=call.h0 is not None, replay=replay,
     )  # fmt: skip
     chunk_gradients(
@@ -240,9 +255,9 @@ def launch_backward(
         q, k, v, g, beta, do, dht, h0, cu, offsets, tapes, (dq, dk, dv, dg, dbeta), dh0, scale, use_qk_l2norm, rebuild
     )
     if in_spans:
-        backward_in_spans(p, plan, call, buffers)
+        backward_in_spans(p, plan, call, buffers, arena)
     else:
-        _backward_whole(p, call, buffers, replay)
+        _backward_whole(p, call, buffers, replay, arena)
     if p.varlen:
         launch(
             zero_gradient_tail_kernel, SM_COUNT, (cu, dq, dk, dv, dg, dbeta, p.documents, p.T), p.device,

@@ -10,7 +10,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .device import load_rows, load_state, load_turned, locate_document, store_rows, store_state, store_turned
+from .device import (
+    load_rows,
+    load_state,
+    load_turned,
+    locate_document,
+    locate_piece,
+    store_rows,
+    store_state,
+    store_turned,
+)
 
 TABLE = tl.constexpr(320)  # floats of one (chunk, value head) in the row table, see scores.py
 
@@ -18,10 +27,10 @@ TABLE = tl.constexpr(320)  # floats of one (chunk, value head) in the row table,
 @triton.jit
 def forward_chain(
     q_ptr, k_ptr, v_ptr, rows_ptr, p_ptr, x_ptr, h0_ptr, cu_ptr, offsets_ptr,
-    o_ptr, ht_ptr, h_ptr, delta_ptr, starts_ptr, source_ptr, end_ptr, pid, T, chunks_per_row,
+    o_ptr, ht_ptr, h_ptr, delta_ptr, starts_ptr, source_ptr, end_ptr, table_ptr, states_ptr, pid, T, chunks_per_row,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     VARLEN: tl.constexpr, HAS_H0: tl.constexpr, STORE_HT: tl.constexpr, STORE_H: tl.constexpr, OUTPUT: tl.constexpr,
-    SPAN: tl.constexpr, LEG: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr,
+    SPAN: tl.constexpr, LEG: tl.constexpr, KIND: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """S <- S0; per chunk E = V - gamma K S, delta = E + X (beta E), O = scale (gamma Q S + P beta delta), S <- next.
 
@@ -30,8 +39,16 @@ def forward_chain(
     SPLITS: tl.constexpr = (V + BV - 1) // BV
     split = pid % SPLITS
     head = (pid // SPLITS) % HV
-    document = pid // (SPLITS * HV)
-    start, length, first = locate_document(document, cu_ptr, offsets_ptr, T, chunks_per_row, VARLEN)
+    index = pid // (SPLITS * HV)
+    if KIND == 0:
+        start, length, first = locate_document(index, cu_ptr, offsets_ptr, T, chunks_per_row, VARLEN)
+        document = index
+        before: tl.constexpr = 0
+        after: tl.constexpr = 0
+    else:
+        start, length, first, document, before, after = locate_piece(index, table_ptr)
+    if KIND == 2:
+        length = tl.where(after > 0, length, 0)
     dtype: tl.constexpr = k_ptr.dtype.element_ty
     WIDTH: tl.constexpr = V if V % BV == 0 else BV
     qk_head = head // (HV // H)
@@ -39,17 +56,18 @@ def forward_chain(
     kcol = tl.arange(0, BK)
     vcol = split * BV + tl.arange(0, BV)
     state = (document.to(tl.int64) * HV + head) * K * V
+    own = (index.to(tl.int64) * HV + head) * K * V
+    S = tl.zeros([BK, BV], tl.float32)
     if SPAN:
         source = tl.load(source_ptr + document).to(tl.int64)
-        S = tl.zeros([BK, BV], tl.float32)
         if source >= 0:
             S = load_turned(starts_ptr + (source * HV + head) * K * V, kcol, vcol, K, V)
         elif HAS_H0:
             S = load_state(h0_ptr + ((-1 - source) * HV + head) * K * V, kcol, vcol, K, V).to(tl.float32)
-    elif HAS_H0:
+    elif HAS_H0 and before == 0:
         S = load_state(h0_ptr + state, kcol, vcol, K, V).to(tl.float32)
-    else:
-        S = tl.zeros([BK, BV], tl.float32)
+    if KIND == 1 and before > 0:
+        S = load_state(states_ptr + own, kcol, vcol, K, V)
     slot = start // (64 * LEG) - 1 if LEG else start * 0
     for i in tl.range(0, tl.cdiv(length, 64), num_stages=STAGES):
         token = start + i * 64
@@ -63,7 +81,7 @@ def forward_chain(
         k_end = tl.load(table + 128 + rows)
         Sd = S.to(dtype)
         if LEG:  # noqa: SIM102 (a constexpr guards a store)
-            if (i > 0) & (i % LEG == 0):
+            if ((i > 0) | (before > 0)) & (i % LEG == 0):
                 store_turned(starts_ptr + ((slot + i // LEG) * HV + head) * K * V, S, kcol, vcol, K, V)
         if STORE_H:
             store_state(h_ptr + ((first + i) * HV + head) * K * V, Sd, kcol, vcol, K, V)
@@ -81,10 +99,12 @@ def forward_chain(
             store_rows(o_ptr + (token * HV + head) * V, O, HV * V, rows, vcol, valid, V, WIDTH)
         update = ((beta * k_end)[:, None] * delta).to(dtype)
         S = S * tl.exp(tl.load(table + 256 + 63)) + tl.dot(tl.trans(k), update, input_precision=DOT)
-    if STORE_HT:
+    if KIND == 2 and after > 0:
+        store_state(states_ptr + own + HV * K * V, S, kcol, vcol, K, V)
+    elif STORE_HT and after == 0:
         store_state(ht_ptr + state, S, kcol, vcol, K, V)
     if SPAN and LEG:  # noqa: SIM102 (a constexpr guards a load)
-        if tl.load(end_ptr + document) == -1:
+        if tl.load(end_ptr + document) == -3:
             slot += tl.cdiv(length, 64) // LEG
             store_turned(starts_ptr + (slot * HV + head) * K * V, S, kcol, vcol, K, V)
 
@@ -92,10 +112,11 @@ def forward_chain(
 @triton.jit
 def adjoint_chain(
     do_ptr, dht_ptr, q_ptr, k_ptr, rows_ptr, p_ptr, x_ptr, cu_ptr, offsets_ptr,
-    dh_ptr, dr_ptr, dh0_ptr, end_ptr, target_ptr, carried_ptr, carry_ptr, pid, T, chunks_per_row,
+    dh_ptr, dr_ptr, dh0_ptr, end_ptr, target_ptr, carried_ptr, carry_ptr, table_ptr, states_ptr,
+    pid, T, chunks_per_row,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    VARLEN: tl.constexpr, HAS_DHT: tl.constexpr, STORE_DH0: tl.constexpr, SPAN: tl.constexpr, DOT: tl.constexpr,
-    STAGES: tl.constexpr,
+    VARLEN: tl.constexpr, HAS_DHT: tl.constexpr, STORE_DH0: tl.constexpr, SPAN: tl.constexpr, KIND: tl.constexpr,
+    DOT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Chunks in reverse: dVn = P^T dO + decayed K dS, dR = dVn + X^T (beta dVn), dS <- the chunk's start.
 
@@ -104,8 +125,16 @@ def adjoint_chain(
     SPLITS: tl.constexpr = (V + BV - 1) // BV
     split = pid % SPLITS
     head = (pid // SPLITS) % HV
-    document = pid // (SPLITS * HV)
-    start, length, first = locate_document(document, cu_ptr, offsets_ptr, T, chunks_per_row, VARLEN)
+    index = pid // (SPLITS * HV)
+    if KIND == 0:
+        start, length, first = locate_document(index, cu_ptr, offsets_ptr, T, chunks_per_row, VARLEN)
+        document = index
+        before: tl.constexpr = 0
+        after: tl.constexpr = 0
+    else:
+        start, length, first, document, before, after = locate_piece(index, table_ptr)
+    if KIND == 2:
+        length = tl.where(before > 0, length, 0)
     dtype: tl.constexpr = k_ptr.dtype.element_ty
     WIDTH: tl.constexpr = V if V % BV == 0 else BV
     qk_head = head // (HV // H)
@@ -113,17 +142,18 @@ def adjoint_chain(
     kcol = tl.arange(0, BK)
     vcol = split * BV + tl.arange(0, BV)
     state = (document.to(tl.int64) * HV + head) * K * V
+    own = (index.to(tl.int64) * HV + head) * K * V
+    dS = tl.zeros([BK, BV], tl.float32)
     if SPAN:
         end = tl.load(end_ptr + document).to(tl.int64)
-        dS = tl.zeros([BK, BV], tl.float32)
-        if end == -1:
-            dS = load_state(carried_ptr + head * K * V, kcol, vcol, K, V)
+        if end <= -3:
+            dS = load_state(carried_ptr + ((-3 - end) * HV + head) * K * V, kcol, vcol, K, V)
         elif HAS_DHT:
             dS = load_state(dht_ptr + (tl.maximum(end, 0) * HV + head) * K * V, kcol, vcol, K, V).to(tl.float32)
-    elif HAS_DHT:
+    elif HAS_DHT and after == 0:
         dS = load_state(dht_ptr + state, kcol, vcol, K, V).to(tl.float32)
-    else:
-        dS = tl.zeros([BK, BV], tl.float32)
+    if KIND == 1 and after > 0:
+        dS = load_state(states_ptr + own, kcol, vcol, K, V)
     chunks = tl.cdiv(length, 64)
     for j in tl.range(0, chunks, num_stages=STAGES):
         i = chunks - 1 - j
@@ -140,7 +170,8 @@ def adjoint_chain(
         q_start = tl.load(table + 192 + rows)
         p = load_rows(p_ptr + ((first + i) * HV + head) * 4096, 64, rows, rows, 64, 64, 64)
         dSd = dS.to(dtype)
-        store_state(dh_ptr + ((first + i) * HV + head) * K * V, dSd, kcol, vcol, K, V)
+        if KIND != 2:
+            store_state(dh_ptr + ((first + i) * HV + head) * K * V, dSd, kcol, vcol, K, V)
         dVn = k_end[:, None] * tl.dot(k, dSd, input_precision=DOT)
         dVn += tl.dot(tl.trans(p), do, input_precision=DOT)
         # Two 16-bit terms: rows cancel with equal keys and beta = 1, where one term loses 2e-2 of dR, two 6e-3.
@@ -149,7 +180,8 @@ def adjoint_chain(
         dR = tl.dot(tl.trans(x), high, dVn, input_precision=DOT)
         if dtype != tl.float32:
             dR = tl.dot(tl.trans(x), (weighted - high.to(tl.float32)).to(dtype), dR, input_precision=DOT)
-        store_rows(dr_ptr + (token * HV + head) * V, dR, HV * V, rows, vcol, valid, V, WIDTH)
+        if KIND != 2:
+            store_rows(dr_ptr + (token * HV + head) * V, dR, HV * V, rows, vcol, valid, V, WIDTH)
         dO = (q_start[:, None] * do.to(tl.float32)).to(dtype)
         dS = dS * tl.exp(tl.load(table + 256 + 63)) + tl.dot(tl.trans(q), dO, input_precision=DOT)
         dZ = (-(beta * k_start)[:, None] * dR).to(dtype)
@@ -161,23 +193,26 @@ def adjoint_chain(
         if STORE_DH0:  # noqa: SIM102 (a constexpr guards a store)
             if target >= 0:
                 store_state(dh0_ptr + (target * HV + head) * K * V, dS, kcol, vcol, K, V)
-    elif STORE_DH0:
+    elif KIND == 2 and before > 0:
+        store_state(states_ptr + own - HV * K * V, dS, kcol, vcol, K, V)
+    elif STORE_DH0 and before == 0:
         store_state(dh0_ptr + state, dS, kcol, vcol, K, V)
 
 
 @triton.jit(do_not_specialize=["T", "chunks_per_row"])
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, rows_ptr, p_ptr, x_ptr, h0_ptr, cu_ptr, offsets_ptr,
-    o_ptr, ht_ptr, h_ptr, delta_ptr, starts_ptr, source_ptr, end_ptr, T, chunks_per_row,
+    o_ptr, ht_ptr, h_ptr, delta_ptr, starts_ptr, source_ptr, end_ptr, table_ptr, states_ptr, T, chunks_per_row,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     VARLEN: tl.constexpr, HAS_H0: tl.constexpr, STORE_HT: tl.constexpr, STORE_H: tl.constexpr, OUTPUT: tl.constexpr,
-    SPAN: tl.constexpr, LEG: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr,
+    SPAN: tl.constexpr, LEG: tl.constexpr, KIND: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One CTA per (document, value head, V block)."""
+    """One CTA per (document or piece, value head, V block)."""
     forward_chain(
         q_ptr, k_ptr, v_ptr, rows_ptr, p_ptr, x_ptr, h0_ptr, cu_ptr, offsets_ptr,
-        o_ptr, ht_ptr, h_ptr, delta_ptr, starts_ptr, source_ptr, end_ptr, tl.program_id(0), T, chunks_per_row,
-        H, HV, K, V, BK, BV, VARLEN, HAS_H0, STORE_HT, STORE_H, OUTPUT, SPAN, LEG, DOT, STAGES,
+        o_ptr, ht_ptr, h_ptr, delta_ptr, starts_ptr, source_ptr, end_ptr, table_ptr, states_ptr,
+        tl.program_id(0), T, chunks_per_row,
+        H, HV, K, V, BK, BV, VARLEN, HAS_H0, STORE_HT, STORE_H, OUTPUT, SPAN, LEG, KIND, DOT, STAGES,
     )  # fmt: skip
 
 
@@ -185,10 +220,11 @@ def forward_kernel(
 def adjoint_kernel(
     do_ptr, dht_ptr, q_ptr, k_ptr, v_ptr, rows_ptr, p_ptr, x_ptr, h0_ptr, cu_ptr,
     offsets_ptr, dh_ptr, dr_ptr, dh0_ptr, h_ptr, delta_ptr, end_ptr, target_ptr, carried_ptr, carry_ptr,
-    leg_cu_ptr, leg_offsets_ptr, leg_source_ptr, starts_ptr, chains, T, chunks_per_row,
+    leg_cu_ptr, leg_offsets_ptr, leg_source_ptr, starts_ptr, table_ptr, adjoints_ptr, states_ptr,
+    chains, T, chunks_per_row,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     VARLEN: tl.constexpr, HAS_H0: tl.constexpr, HAS_DHT: tl.constexpr, STORE_DH0: tl.constexpr, REPLAY: tl.constexpr,
-    SPAN: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr,
+    SPAN: tl.constexpr, KIND: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The adjoint walk reads neither h nor delta, so with REPLAY the CTAs past `chains` rebuild them beside it.
 
@@ -197,12 +233,14 @@ def adjoint_kernel(
     if pid < chains:
         adjoint_chain(
             do_ptr, dht_ptr, q_ptr, k_ptr, rows_ptr, p_ptr, x_ptr, cu_ptr, offsets_ptr,
-            dh_ptr, dr_ptr, dh0_ptr, end_ptr, target_ptr, carried_ptr, carry_ptr, pid, T, chunks_per_row,
-            H, HV, K, V, BK, BV, VARLEN, HAS_DHT, STORE_DH0, SPAN, DOT, STAGES,
+            dh_ptr, dr_ptr, dh0_ptr, end_ptr, target_ptr, carried_ptr, carry_ptr, table_ptr, adjoints_ptr,
+            pid, T, chunks_per_row,
+            H, HV, K, V, BK, BV, VARLEN, HAS_DHT, STORE_DH0, SPAN, KIND, DOT, STAGES,
         )  # fmt: skip
     elif REPLAY:
         forward_chain(
             q_ptr, k_ptr, v_ptr, rows_ptr, p_ptr, x_ptr, h0_ptr, leg_cu_ptr, leg_offsets_ptr,
-            dr_ptr, dh0_ptr, h_ptr, delta_ptr, starts_ptr, leg_source_ptr, None, pid - chains, T, chunks_per_row,
-            H, HV, K, V, BK, BV, VARLEN, HAS_H0, False, True, False, SPAN, 0, DOT, STAGES,
+            dr_ptr, dh0_ptr, h_ptr, delta_ptr, starts_ptr, leg_source_ptr, None, table_ptr, states_ptr,
+            pid - chains, T, chunks_per_row,
+            H, HV, K, V, BK, BV, VARLEN, HAS_H0, False, True, False, SPAN, 0, KIND, DOT, STAGES,
         )  # fmt: skip

@@ -5,11 +5,14 @@ The walks, the operands and the gradients take a span's parts for documents: eac
 more. What the bound leaves over are empty parts at the end. Three lists say whose states they are:
 
     source   the state before a part: slot of the start states, or -1 - n for document n's initial state
-    end      its adjoint behind the part: n for document n's final state, -1 carried over from the span behind
+    end      its adjoint behind the part: n for document n's final state, -3 carried over from the span behind
     target   where the adjoint before the part goes: n, document n's initial state, or -1, carried on
 
-End and target of an empty part are -2. Tables of a span, in order: the chains (parts of documents) with their tokens,
-chunks, source, end and target, then the legs with tokens, chunks and source.
+Where documents are walked in pieces, those are the parts: an end is -3 - slot, by the slots of `pieces.py`, and a
+target that is no document's is -2, since nothing is carried. End and target of an empty part are -2.
+
+Tables of a span, in order: the chains (parts of documents) with their tokens, chunks, source, end and target, then the
+legs with tokens, chunks and source.
 """
 
 from __future__ import annotations
@@ -42,12 +45,12 @@ def _document(chunk, offsets_ptr, documents, chunks_per_row, VARLEN: tl.constexp
 
 
 @triton.jit
-def _boundary(chunk, offsets_ptr, documents, chunks_per_row, LEG: tl.constexpr, VARLEN: tl.constexpr):
-    """First chunk at or behind `chunk` that starts a leg, at most the number of chunks."""
+def _boundary(chunk, offsets_ptr, documents, chunks_per_row, STEP: tl.constexpr, VARLEN: tl.constexpr):
+    """First chunk at or behind `chunk` that starts a leg or a piece, at most the number of chunks."""
     total = _first(offsets_ptr, documents, chunks_per_row, VARLEN)
     document = _document(chunk, offsets_ptr, documents, chunks_per_row, VARLEN)
     first = _first(offsets_ptr, document, chunks_per_row, VARLEN)
-    behind = first + (chunk - first + LEG - 1) // LEG * LEG
+    behind = first + (chunk - first + STEP - 1) // STEP * STEP
     end = tl.minimum(behind, _first(offsets_ptr, document + 1, chunks_per_row, VARLEN))
     return tl.where(chunk < total, end, total)
 
@@ -72,13 +75,14 @@ def _mark(ptr, count, bound, value, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=["documents", "T", "chunks_per_row", "length", "chains", "legs"])
 def span_tables_kernel(
     cu_ptr, offsets_ptr, out_ptr, documents, T, chunks_per_row, length, chains, legs,
-    LEG: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr,
+    LEG: tl.constexpr, CUT: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One CTA a span."""
+    """One CTA a span. CUT: chunks of a piece, 0 where documents are walked whole."""
     C1 = (chains + 4) // 4 * 4
     C = (chains + 3) // 4 * 4
     P1 = (legs + 4) // 4 * 4
     P = (legs + 3) // 4 * 4
+    STEP: tl.constexpr = CUT if CUT else LEG
     span = tl.program_id(0)
     chain_tokens = out_ptr + span.to(tl.int64) * (2 * C1 + 3 * C + 2 * P1 + P)
     chain_chunks = chain_tokens + C1
@@ -88,8 +92,8 @@ def span_tables_kernel(
     leg_tokens = chain_target + C
     leg_chunks = leg_tokens + P1
     leg_source = leg_chunks + P1
-    begin = _boundary(span * length, offsets_ptr, documents, chunks_per_row, LEG, VARLEN)
-    stop = _boundary(span * length + length, offsets_ptr, documents, chunks_per_row, LEG, VARLEN)
+    begin = _boundary(span * length, offsets_ptr, documents, chunks_per_row, STEP, VARLEN)
+    stop = _boundary(span * length + length, offsets_ptr, documents, chunks_per_row, STEP, VARLEN)
     chain_count = 0
     leg_count = 0
     last = 0
@@ -104,14 +108,21 @@ def span_tables_kernel(
         behind = _first(offsets_ptr, document + 1, chunks_per_row, VARLEN)
         after = tl.minimum(token + inner * 64 + 64, _first(cu_ptr, document + 1, T, VARLEN))
         last = tl.maximum(last, tl.max(tl.where(inside, after, 0)))
-        chain = inside & ((inner == 0) | (chunk == begin))
+        if CUT:
+            chain = inside & (inner % CUT == 0)
+            end = tl.where(behind <= chunk + CUT, document, -3 - ((chunk - inner) // CUT + document + inner // CUT))
+            target = tl.where(inner == 0, document, -2)
+        else:
+            chain = inside & ((inner == 0) | (chunk == begin))
+            end = tl.where(behind <= stop, document, -3)
+            target = tl.where(inner == 0, document, -1)
         index = chain_count + tl.cumsum(chain.to(tl.int32), 0) - 1
         kept = chain & (index < chains)
         tl.store(chain_tokens + index, token + inner * 64, mask=kept)
         tl.store(chain_chunks + index, chunk - begin, mask=kept)
         tl.store(chain_source + index, source, mask=kept)
-        tl.store(chain_end + index, tl.where(behind <= stop, document, -1), mask=kept)
-        tl.store(chain_target + index, tl.where(inner == 0, document, -1), mask=kept)
+        tl.store(chain_end + index, end, mask=kept)
+        tl.store(chain_target + index, target, mask=kept)
         chain_count += tl.sum(chain.to(tl.int32))
         leg = inside & (inner % LEG == 0)
         index = leg_count + tl.cumsum(leg.to(tl.int32), 0) - 1

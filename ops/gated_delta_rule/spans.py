@@ -24,6 +24,7 @@ class SpanPlan(NamedTuple):
         together: documents that are usually walked side by side in a span.
         chains: bound on the documents, or parts of one, in a span.
         legs: bound on its legs.
+        cut: chunks of the pieces that are its chains where documents are walked in pieces (`pieces.py`).
     """
 
     length: int
@@ -32,6 +33,7 @@ class SpanPlan(NamedTuple):
     together: int
     chains: int
     legs: int
+    cut: int | None
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -66,12 +68,15 @@ def _together(documents: int, chains: int, enough: float) -> int:
     return next((n for n in counts if fill(n) >= enough), max(counts, key=fill, default=1))
 
 
-def plan_spans(tokens: int, documents: int, chunks: int, HV: int, K: int, V: int, itemsize: int) -> SpanPlan:
-    """Spans of `tokens` rows in `documents`; `chunks` bounds the chunks of all. Heads and widths become constants in a
-    trace."""
+def plan_spans(
+    tokens: int, documents: int, chunks: int, HV: int, K: int, V: int, itemsize: int, cut: int | None
+) -> SpanPlan:  # fmt: skip
+    """Spans of `tokens` rows in `documents`; `chunks` bounds the chunks of all, `cut` is `configs.piece_length`. Heads
+    and widths become constants in a trace."""
     config = configs.SPANS
     HV, K, V = int(HV), int(K), int(V)
     leg = config.leg
+    step = leg if cut is None else cut  # spans begin at pieces
     chunks = min(chunks, (tokens + (CHUNK - 1) * documents) // CHUNK)
     each = chunk_bytes(HV, K, V, itemsize)
     chains = HV * -(-V // configs.select(itemsize, K, V).scan.BV)
@@ -81,11 +86,18 @@ def plan_spans(tokens: int, documents: int, chunks: int, HV: int, K: int, V: int
     else:
         wanted = -(-together * -(-chunks // documents) // leg) * leg if together > 1 else 0
         wanted = max(min(wanted, config.most_bytes // each), config.span_bytes // each)
-        length = max(wanted // leg, 1) * leg
+        if cut is not None:  # pieces are side by side, whatever the documents
+            wanted = config.alone_bytes // each
+        length = max(wanted // step, 1) * step
     if length >= chunks:
         length, count, rows = max(chunks, 1), 1, chunks
     else:
-        count, rows = -(-chunks // length), length + (leg - 1 if documents > 1 else 0)
-    legs = -(-length // leg) if documents == 1 else min(documents, length) + length // leg
+        count, rows = -(-chunks // length), length + (step - 1 if documents > 1 else 0)
+
+    def parts(size: int) -> int:
+        return -(-length // size) if documents == 1 else min(documents, rows) + rows // size
+
+    if cut is not None:
+        return SpanPlan(length, count, rows, -(-length // cut), parts(cut), parts(leg), cut)
     together = max(together, length * documents // max(chunks, 1))
-    return SpanPlan(length, count, rows, min(together, documents, rows), min(documents, rows), legs)
+    return SpanPlan(length, count, rows, min(together, documents, rows), min(documents, rows), parts(leg), None)

@@ -33,12 +33,19 @@ class Chunks(NamedTuple):
     x: Tensor
 
 
+# What a walk takes: documents, pieces of them, or pieces for nothing but the state that they hand on (summaries).
+WHOLE, PIECES, SUMMARIES = 0, 1, 2
+
+
 class Documents(NamedTuple):
     """How many there are, their boundaries and chunk offsets on the device: None for the rows of a batch.
 
     Parts of a span are documents too, with lists of whose their states are (`span_tables`): `source` for a forward walk
     and `end` where it keeps start states, `end` and `target` for an adjoint one. `count` bounds them then, and `usual`
     is how many there are in most spans.
+
+    Pieces of documents (`pieces.py`): how many slots, a table instead of boundaries, the start states and the adjoints
+    of the end states by slot [slots, HV, K, V] fp32, which a summary writes.
     """
 
     count: int
@@ -48,6 +55,10 @@ class Documents(NamedTuple):
     end: Tensor | None = None
     target: Tensor | None = None
     usual: int | None = None
+    kind: int = WHOLE
+    table: Tensor | None = None
+    states: Tensor | None = None
+    adjoints: Tensor | None = None
 
 
 class Span(NamedTuple):
@@ -95,12 +106,12 @@ def forward_walk(
     span = documents.source is not None
     arguments = (
         *chunks, h0, documents.cu, documents.offsets, o, final, h, delta, starts, documents.source, documents.end,
-        p.T, p.chunks_per_row,
+        documents.table, documents.states, p.T, p.chunks_per_row,
     )  # fmt: skip
     launch(
         forward_kernel, documents.count * p.HV * -(-p.V // config.BV), arguments, p.device, H=p.H, HV=p.HV, K=p.K,
         V=p.V, BK=block_width(p.K), BV=config.BV, VARLEN=documents.cu is not None, HAS_H0=h0 is not None,
-        STORE_HT=store_final, STORE_H=store_h, OUTPUT=output, SPAN=span, LEG=leg, DOT=p.dot,
+        STORE_HT=store_final, STORE_H=store_h, OUTPUT=output, SPAN=span, LEG=leg, KIND=documents.kind, DOT=p.dot,
         STAGES=config.num_stages, num_warps=config.num_warps,
     )  # fmt: skip
 
@@ -125,11 +136,36 @@ def backward_walks(
     legs, starts, carried, carry = (documents, None, None, None) if span is None else span
     arguments = (
         do, dht, *chunks, h0, documents.cu, documents.offsets, dh, dr, dh0, h, delta, documents.end, documents.target,
-        carried, carry, legs.cu, legs.offsets, legs.source, starts, chains, p.T, p.chunks_per_row,
+        carried, carry, legs.cu, legs.offsets, legs.source, starts, documents.table, documents.adjoints,
+        documents.states, chains, p.T, p.chunks_per_row,
     )  # fmt: skip
     launch(
         adjoint_kernel, chains + (legs.count * wide if replay else 0), arguments, p.device, H=p.H, HV=p.HV, K=p.K,
         V=p.V, BK=block_width(p.K), BV=config.BV, VARLEN=documents.cu is not None, HAS_H0=h0 is not None,
-        HAS_DHT=dht is not None, STORE_DH0=store_dh0, REPLAY=replay, SPAN=span is not None, DOT=p.dot,
-        STAGES=config.num_stages, num_warps=config.num_warps,
+        HAS_DHT=dht is not None, STORE_DH0=store_dh0, REPLAY=replay, SPAN=span is not None,
+        KIND=documents.kind, DOT=p.dot, STAGES=config.num_stages, num_warps=config.num_warps,
+    )  # fmt: skip
+
+
+def adjoint_summaries(p: Problem, chunks: Chunks, pieces: Documents, do: Tensor, dht: Tensor | None) -> None:
+    """Fills `pieces.adjoints` of the piece before each piece, from `dht` at the end of a document, else from zero."""
+    # Stands in for outputs that a summary does not have.
+    none = pieces.adjoints
+    backward_walks(p, chunks, pieces, do, dht, None, none, do, none, none, none, store_dh0=False, replay=False)
+
+
+def piece_maps(p: Problem, chunks: Chunks, slots: int, table: Tensor, maps: Tensor) -> None:
+    """Maps [slots, HV, K, K] fp32 of the pieces in the middle of a document; the rest stays as it is."""
+    if uses_hopper(p):
+        from . import hopper_walks
+
+        return hopper_walks.piece_maps(p, chunks, slots, table, maps)
+    from ..kcp.map_kernel import map_kernel
+
+    config = select(p.dtype.itemsize, p.K, p.V).scan
+    BN, stages = min(config.BV, block_width(p.K)), min(config.num_stages, 2)  # with 3, one CTA an SM, not two
+    launch(
+        map_kernel, slots * p.HV * -(-p.K // BN), (chunks.k, chunks.table, chunks.x, None, None, table, maps, p.T),
+        p.device, H=p.H, HV=p.HV, K=p.K, BK=block_width(p.K), BN=BN, DOT=p.dot, STAGES=stages, PIECES=True,
+        num_warps=config.num_warps,
     )  # fmt: skip

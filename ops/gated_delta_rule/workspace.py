@@ -21,6 +21,14 @@ NC in h, dh, row_table and scores, and
 | span_tables             | 4 bytes an entry      | where the parts of each span lie                                 |
 | starts                  | 4 (T // 2048) HV K V  | backward when the forward's were not kept                        |
 
+Where a document may have more than L chunks (`configs.piece_length`, of heads, widths and dtype), the walks take it in
+pieces (`pieces.py`), S = NC // L + N at most; row_table and scores are of all chunks then, in spans too, and
+
+| piece_table             | 64 S                  | every phase on CUDA                                              |
+| piece_maps              | 4 S HV K K            | every phase on CUDA                                              |
+| piece_states            | 4 S HV K V            | as piece_table, but not a backward given h or start states       |
+| piece_adjoints          | 4 S HV K V            | every backward on CUDA                                           |
+
 e is the bytes of an element of q, NC = T // 64 + N the bound on the chunks of N documents in T tokens. A buffer takes
 a whole number of 256 bytes. Inside a step the CPU implementation adds tiles of at most `grid.TILE_ELEMENTS` elements
 each; they do not grow with T and are not counted.
@@ -36,6 +44,7 @@ from ..validation import FLOATS, check_int, check_tensor
 from ..varlen import CHUNK, Packing, check_index_vector, read_boundaries
 from .arena import ALIGNMENT
 from .checks import WIDTHS
+from .configs import piece_length
 from .spans import SpanPlan, plan_spans, start_count
 from .tapes import FULL, KEPT, LIGHT, Tapes, chunk_bound, document_count
 
@@ -60,7 +69,7 @@ BOUND = {
 
 class Sizes(NamedTuple):
     """T tokens, NC bound on chunks, head counts and widths, e bytes of an element of q, f bytes of an fp32 tape's; N
-    documents, by default those of a pack."""
+    documents, by default those of a pack; R tokens that one of them may have, by default T."""
 
     T: Any
     NC: Any
@@ -71,6 +80,7 @@ class Sizes(NamedTuple):
     e: Any
     f: Any = 4
     N: Any = None
+    R: Any = None
 
     def bytes_of(self, buffer: str) -> Any:
         """Exact bytes of a buffer, before alignment."""
@@ -94,16 +104,28 @@ class Sizes(NamedTuple):
         """The spans of a phase, None where it does not work in any."""
         if device != "cuda" or phase not in _IN_SPANS:
             return None
-        N = self.NC - self.T // CHUNK if self.N is None else self.N
-        plan = plan_spans(self.T, N, self.NC, self.HV, self.K, self.V, self.e)
+        shape = (self.HV, self.K, self.V, self.e)
+        plan = plan_spans(self.T, self.documents, self.NC, *shape, self.cut(device))
         return plan if plan.count > 1 or (phase == "backward_kept" and start_count(self.T) > 0) else None
 
-    def buffers(self, phase: str, device: str, plan: SpanPlan | None, rows: Any) -> dict[str, Any]:
+    @property
+    def documents(self) -> Any:
+        return self.NC - self.T // CHUNK if self.N is None else self.N
+
+    def cut(self, device: str) -> int | None:
+        """Chunks of the pieces that documents are walked in, if they are. Of numbers: a comparison guards a SymInt."""
+        rows = self.T if self.R is None else self.R
+        return piece_length(rows, self.e, self.HV, self.K, self.V) if device == "cuda" else None
+
+    def buffers(self, phase: str, device: str, plan: SpanPlan | None, rows: Any, cut: int | None) -> dict[str, Any]:
         """Bytes by name; `rows` is the plan's, or a symbol for it."""
         part = self if plan is None else self._replace(NC=rows)
         sizes = {name: (self if name in LIGHT else part).bytes_of(name) for name in BOUND[device][phase]}
+        sizes |= self._pieces(phase, plan, cut)
         if plan is None:
             return sizes
+        if cut is not None:
+            sizes |= {name: self.bytes_of(name) for name in _WALK}
         sizes["delta"] = self.e * CHUNK * rows * self.HV * self.V
         sizes["carry"] = 2 * self.f * self.HV * self.K * self.V
         sizes["span_tables"] = 4 * plan.count * sum(plan.widths)
@@ -111,10 +133,21 @@ class Sizes(NamedTuple):
             sizes["starts"] = self.bytes_of("starts")
         return sizes
 
+    def _pieces(self, phase: str, plan: SpanPlan | None, cut: int | None) -> dict[str, Any]:
+        """What pieces of `cut` chunks add."""
+        if cut is None:
+            return {}
+        slots = self.NC // cut + self.documents
+        state, backward = self.f * slots * self.HV * self.K * self.V, phase not in ("inference", "forward")
+        sizes = {"piece_table": 64 * slots, "piece_maps": self.f * slots * self.HV * self.K * self.K}
+        if phase != "full" and (plan is None or phase != "backward_kept"):
+            sizes["piece_states"] = state
+        return {**sizes, "piece_adjoints": state} if backward else sizes
+
     def arena_bytes(self, phase: str, device: str = "cuda") -> Any:
         """Integer (or SymInt) bytes of the arena in a phase."""
         plan = self.spans(phase, device)
-        sizes = self.buffers(phase, device, plan, None if plan is None else plan.rows)
+        sizes = self.buffers(phase, device, plan, None if plan is None else plan.rows, self.cut(device))
         return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes.values())
 
 
@@ -123,7 +156,8 @@ def sizes_of(q: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None) 
     rows = q.shape[0] * q.shape[1]
     wide = 8 if q.dtype == torch.float64 else 4
     heads = (q.shape[2], v.shape[2], q.shape[3], v.shape[3])
-    return Sizes(rows, chunk_bound(q, cu_seqlens), *heads, q.itemsize, wide, document_count(q, cu_seqlens))
+    documents = document_count(q, cu_seqlens)
+    return Sizes(rows, chunk_bound(q, cu_seqlens), *heads, q.itemsize, wide, documents, q.shape[1])
 
 
 class WorkspaceLayout(dict[str, "sympy.Expr"]):
@@ -171,17 +205,17 @@ def gdn_workspace_layout(
         raise ValueError(f"device: expected 'cuda' or 'cpu', got {device!r}")
     names = ("T", "N", "H", "HV", "K", "V", "e")
     T, N, *rest = symbols = sympy.symbols(names, integer=True, nonnegative=True)
-    sizes = Sizes(T, sympy.floor(T / CHUNK) + N, *rest)
+    sizes = Sizes(T, sympy.floor(T / CHUNK) + N, *rest, N=N)
     numbers = (tokens, documents, H, HV, K, V, dtype.itemsize)
     values = dict(zip(symbols, numbers, strict=True))
-    known = Sizes(tokens, tokens // CHUNK + documents, *numbers[2:])
+    known = Sizes(tokens, tokens // CHUNK + documents, *numbers[2:], R=tokens if cp is None else 0)
     L = sympy.Symbol("L", integer=True, nonnegative=True)
     phases = {}
     for phase in BOUND[device]:
         plan = known.spans(phase, device)
         if plan is not None:
             values[L] = plan.rows
-        parts = sizes.buffers(phase, device, plan, L).values()
+        parts = sizes.buffers(phase, device, plan, L, known.cut(device)).values()
         phases[phase] = sympy.Add(*(ALIGNMENT * sympy.ceiling(part / ALIGNMENT) for part in parts))
     return WorkspaceLayout(phases, values)
 
@@ -213,7 +247,8 @@ def gdn_workspace_bytes(
         ValueError: `cu_seqlens` values, head counts, widths or options that `gated_delta_rule` would refuse.
     """
     tokens, documents = _pack(cu_seqlens, H, HV, K, V, dtype, save_mode, reuse_recompute_tapes, cp)
-    sizes = Sizes(tokens, tokens // CHUNK + documents, H, HV, K, V, dtype.itemsize)
+    rows = tokens if cp is None else 0  # a context has its own segments
+    sizes = Sizes(tokens, tokens // CHUNK + documents, H, HV, K, V, dtype.itemsize, R=rows)
     return max(sizes.arena_bytes(phase) for phase in needed_phases(save_mode, reuse_recompute_tapes is True))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..gated_delta_rule.device import load_rows, store_state
+from ..gated_delta_rule.device import load_rows, locate_piece, store_state
 
 TABLE = tl.constexpr(320)  # floats of one (chunk, value head) in the row table, see gated_delta_rule/scores.py
 
@@ -38,18 +38,26 @@ def _dot_wide(a, b, DOT: tl.constexpr):
 def map_kernel(
     k_ptr, rows_ptr, x_ptr, cu_ptr, offsets_ptr, which_ptr, map_ptr, T,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
-    DOT: tl.constexpr, STAGES: tl.constexpr,
+    DOT: tl.constexpr, STAGES: tl.constexpr, PIECES: tl.constexpr = False,
 ):  # fmt: skip
-    """One CTA per (chosen segment, value head, block of BN columns); `which_ptr`: segment of each of the maps."""
+    """One CTA per (chosen segment, value head, block of BN columns); `which_ptr`: segment of each of the maps.
+
+    PIECES: `which_ptr` is a table of pieces, and those in the middle of a document have a map, in their slot.
+    """
     SPLITS: tl.constexpr = (K + BN - 1) // BN
     pid = tl.program_id(0)
     split = pid % SPLITS
     head = (pid // SPLITS) % HV
     index = pid // (SPLITS * HV)
-    segment = tl.load(which_ptr + index)
-    start = tl.load(cu_ptr + segment).to(tl.int64)
-    length = (tl.load(cu_ptr + segment + 1).to(tl.int64) - start).to(tl.int32)
-    first = tl.load(offsets_ptr + segment).to(tl.int64)
+    if PIECES:
+        start, length, first, _, before, after = locate_piece(index, which_ptr)
+        if (before <= 0) | (after <= 0):
+            return
+    else:
+        segment = tl.load(which_ptr + index)
+        start = tl.load(cu_ptr + segment).to(tl.int64)
+        length = (tl.load(cu_ptr + segment + 1).to(tl.int64) - start).to(tl.int32)
+        first = tl.load(offsets_ptr + segment).to(tl.int64)
     rows = tl.arange(0, 64)
     kcol = tl.arange(0, BK)
     column = split * BN + tl.arange(0, BN)

@@ -2,7 +2,8 @@
 
 Prints, as JSON, relative RMS errors against the float64 recurrence of the plain walks and of the Hopper walks; with
 "segments" for the save mode, of one call and of a context of one rank that cuts its documents in P = 1 and 2; with
-"spans", of a backward in one span that keeps h and delta and of one in many that was given nothing, after bits.
+"spans", of a backward in one span that keeps h and delta and of one in many that was given nothing, after bits; with
+"pieces", of documents walked whole and in pieces of one chunk.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from ple_gdn.ops.kcp import gated_delta_rule as ranks
 from ple_gdn.ops.kcp import launch as rank_launch
 from ple_gdn.ops.triton_launch import TensorMap
 
+TOKENS = ("q", "k", "v", "g", "beta", "do")
+
 
 class Emulated:
     """Stands for a compiled kernel: `kernel[grid](...)` runs every program in the emulator."""
@@ -43,7 +46,7 @@ class Emulated:
 
 def emulate(seed: int) -> None:
     TensorMap.descriptor = lambda self: Descriptor(self.tensor.view(self.shape), self.box.block)
-    for name in ("hopper_forward_kernel", "hopper_adjoint_kernel"):
+    for name in ("hopper_forward_kernel", "hopper_adjoint_kernel", "hopper_map_kernel"):
         setattr(hopper_walks, name, Emulated(getattr(hopper_walks, name), seed))
     kernel = hopper_gradients.hopper_gradient_kernel
     hopper_gradients.hopper_gradient_kernel = Emulated(kernel, seed)
@@ -117,11 +120,35 @@ def measure_spans(lengths: tuple[int, ...], seed: int) -> dict[str, list[float]]
     return {n: [relative_rms(r[n], expected[n]) for r in (kept, light)] for n in NAMES}
 
 
+def measure_pieces(lengths: tuple[int, ...], seed: int, heads: int, value_heads: int) -> dict[str, list[float]]:
+    """Relative RMS of documents walked whole and in pieces; packed and alone, whole and in spans, pieces have the same
+    bits."""
+    sizes = {"heads": heads, "value_heads": value_heads, "key_width": 128, "value_width": 128}
+    case = make_case(lengths, trailing=5, dtype=torch.float16, **sizes)
+    emulate(seed)
+    expected = oracle(case, 128**-0.5, True)
+    for t in (*case[:5], case.do):
+        t[:, case.boundaries[-1] :] = float("nan")
+    whole = run(case, True, "light")
+    configs.CUTS = ((1 << 30, 1),)
+    cut = run(case, True, "light")
+    configs.SPANS = configs.SpanConfig(leg=1, alone_bytes=0, span_bytes=0, most_bytes=0, chains=1)
+    last = case._replace(**{name: getattr(case, name)[:, case.boundaries[-2] : case.boundaries[-1]] for name in TOKENS})
+    states = {name: getattr(case, name)[-1:] for name in ("initial_state", "dfinal_state")}
+    alone = run(last._replace(**states, boundaries=(0, lengths[-1])), True, "light")
+    for name in NAMES:
+        ours = cut[name][-1:] if "state" in name else cut[name][:, case.boundaries[-2] : case.boundaries[-1]]
+        assert torch.equal(alone[name], ours), name
+    return {n: [relative_rms(r[n], expected[n]) for r in (whole, cut)] for n in NAMES}
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     lengths = tuple(map(int, sys.argv[1].split(",")))
     mode, seed, heads, value_heads, l2norm = sys.argv[2], *map(int, sys.argv[3:])
-    if mode == "spans":
+    if mode == "pieces":
+        print(json.dumps(measure_pieces(lengths, seed, heads, value_heads)))
+    elif mode == "spans":
         print(json.dumps(measure_spans(lengths, seed)))
     elif mode == "segments":
         print(json.dumps(measure_segments(lengths, seed)))

@@ -10,8 +10,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from oracles.gdn import NAMES, make_case, oracle, relative_rms
+from oracles.gdn import NAMES, Case, make_case, oracle, relative_rms
 
+from ple_gdn.ops.gated_delta_rule import arena, configs, workspace
 from ple_gdn.ops.gated_delta_rule.launch import launch_backward, launch_forward
 
 
@@ -38,10 +39,50 @@ def run(lengths: tuple[int, ...], use_qk_l2norm: bool, save_mode: str, **sizes: 
     return {name: relative_rms(actual[name], expected[name]) for name in NAMES}
 
 
+PHASES = {"none": ("inference", "backward_replay"), "light": ("forward", "backward_kept"), "full": ("forward", "full")}
+SMALL = {"heads": 1, "value_heads": 2, "key_width": 16, "value_width": 32}
+
+
+def call(case: Case, save_mode: str, packed: bool = True) -> dict[str, torch.Tensor]:
+    """Outputs and gradients by the launchers; bound bytes equal the announced ones."""
+    boundaries = torch.tensor(case.boundaries) if packed else None
+    shared = (*case[:6], boundaries, None, None)
+    with arena.recording() as arenas:
+        o, final_state, *tapes = launch_forward(*shared, None, True, True, save_mode)
+        gradients = launch_backward(case.do, case.dfinal_state, *shared, *tapes, None, True)
+    sizes = workspace.sizes_of(case.q, case.v, boundaries)
+    for phase, bound in zip(PHASES[save_mode], arenas, strict=True):
+        assert bound.peak == sizes.arena_bytes(phase), (phase, bound.bound)
+        assert ("piece_maps" in bound.bound) == (case.q.shape[1] > 64 * configs.CUTS[0][1])
+    return dict(zip(NAMES, (o, final_state, *gradients), strict=True))
+
+
+def alone(case: Case, n: int) -> Case:
+    start, end = case.boundaries[n : n + 2]
+    rows, one = slice(start, end), slice(n, n + 1)
+    inputs = (*(x[:, rows] for x in case[:5]), case.initial_state[one], (0, end - start))
+    return Case(*inputs, case.do[:, rows], case.dfinal_state[one])
+
+
+def run_cut(length: int, lengths: tuple[int, ...]) -> dict[str, float]:
+    """Documents in pieces of `length` chunks: equal bits kept and replayed, and of the first in the pack and alone."""
+    configs.CUTS = ((1 << 30, length),)
+    case = make_case(lengths, trailing=5, **SMALL)
+    expected, packed = oracle(case, 0.25, True), call(case, "none")
+    kept, one = call(case, "full"), call(alone(case, 0), "light", packed=False)
+    for name in NAMES:
+        assert torch.equal(kept[name], packed[name]), name
+        of_pack = packed[name][:1] if "state" in name else packed[name][:, : lengths[0]]
+        assert torch.equal(one[name], of_pack), name
+    configs.CUTS = ()
+    return {name: relative_rms(packed[name], expected[name]) for name in NAMES}
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     results = [
         run((65, 0, 1), True, "light", heads=1, value_heads=2, key_width=16, value_width=32),
         run((70,), False, "full", heads=1, value_heads=1, key_width=48, value_width=16),
     ]
+    results.append(run_cut(1, (193, 0, 70)))
     print(json.dumps(results))

@@ -21,8 +21,8 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 
-from ple_gdn.ops.gated_delta_rule import adjoint_hopper, forward_hopper
-from ple_gdn.ops.gated_delta_rule.configs import walks_for_hopper
+from ple_gdn.ops.gated_delta_rule import adjoint_hopper, forward_hopper, map_hopper
+from ple_gdn.ops.gated_delta_rule.configs import MAP_TERMS, walks_for_hopper
 
 WORKER = Path(__file__).with_name("gdn_hopper_worker.py")
 PACKAGE = "ple_gdn.ops.gated_delta_rule"
@@ -34,6 +34,8 @@ PACKAGE = "ple_gdn.ops.gated_delta_rule"
         ("66,0,1", "full", (1, 2), True),
         ("70,0", "segments", (1, 1), True),
         ("70,0,65", "spans", (1, 1), True),
+        ("66,0,194", "pieces", (1, 1), True),
+        pytest.param("130,0,64,257", "pieces", (1, 2), True, marks=pytest.mark.slow),
         pytest.param("193,0,1,64,128,63", "light", (1, 2), True, marks=pytest.mark.slow),
         pytest.param("3,66", "light", (2, 6), False, marks=pytest.mark.slow),
         pytest.param("0,150", "segments", (1, 1), True, marks=pytest.mark.slow),
@@ -94,7 +96,8 @@ def walk_once(module: object, seed: int, length: int = 321, stages: int = 2) -> 
         "x_desc": Descriptor(x, [64, 64]), "rows_desc": Descriptor(rows.view(-1), [64]),
     }  # fmt: skip
     shared = {
-        **maps,  "cu_ptr": None, "offsets_ptr": None, "T": length, "chunks_per_row": chunks,
+        **maps, "cu_ptr": None, "offsets_ptr": None, "T": length, "chunks_per_row": chunks,
+        "table_ptr": None, "states_ptr": None, "KIND": 0,
         "H": 1, "HV": 1, "VARLEN": False, "STAGES": 2, "OUTPUT_STAGES": stages,
     }  # fmt: skip
     value, state = Descriptor(v, [64, 64]), Descriptor(states, [128, 64])
@@ -188,8 +191,9 @@ def compiled(kernel: object, constants: dict, maxnreg: int, tmp_path: Path) -> t
             block = {"q": [64, 128], "k": [64, 128], "h": [128, 64], "dh": [128, 64]}.get(name[:-5], [64, 64])
             return f"tensordesc<bf16{block},{NVMMASharedLayout(128, 16, rank=2)!r}>"
         wide = name in ("h0_ptr", "ht_ptr", "dht_ptr", "dh0_ptr", "starts_ptr", "carried_ptr", "carry_ptr")
+        wide |= name in ("states_ptr", "maps_ptr")
         lists = ("cu_ptr", "offsets_ptr", "source_ptr", "end_ptr", "target_ptr")
-        kinds = {**dict.fromkeys(lists, "*i32"), "T": "i32", "chunks_per_row": "i32"}
+        kinds = {**dict.fromkeys(lists, "*i32"), "table_ptr": "*i64", "T": "i32", "chunks_per_row": "i32"}
         return kinds.get(name, "*fp32" if wide else "*bf16")
 
     names = kernel.arg_names
@@ -207,8 +211,9 @@ def compiled(kernel: object, constants: dict, maxnreg: int, tmp_path: Path) -> t
     return binary.metadata.shared, report
 
 
-OUT = {"HAS_H0": True, "STORE_HT": True, "STORE_H": False, "OUTPUT": True, "SPAN": False, "LEG": 0}
+OUT = {"HAS_H0": True, "STORE_HT": True, "STORE_H": False, "OUTPUT": True, "SPAN": False, "LEG": 0, "KIND": 0}
 REPLAY = {**OUT, "STORE_HT": False, "STORE_H": True, "OUTPUT": False}
+END = {"HAS_DHT": True, "STORE_DH0": True, "SPAN": False, "KIND": 0}
 FORMS = {
     "forward": (forward_hopper, {**OUT, "LEG": 32}),
     "forward of a short call": (forward_hopper, OUT),
@@ -217,15 +222,19 @@ FORMS = {
     "replay of a span": (forward_hopper, {**REPLAY, "SPAN": True}),
     "start states": (forward_hopper, {**REPLAY, "STORE_H": False, "SPAN": True, "LEG": 32}),
     "summary": (forward_hopper, {**OUT, "OUTPUT": False}),
-    "adjoint": (adjoint_hopper, {"HAS_DHT": True, "STORE_DH0": True, "SPAN": False}),
-    "adjoint of a span": (adjoint_hopper, {"HAS_DHT": True, "STORE_DH0": True, "SPAN": True}),
+    "adjoint": (adjoint_hopper, END),
+    "adjoint of a span": (adjoint_hopper, {**END, "SPAN": True}),
+    "forward of pieces": (forward_hopper, {**OUT, "LEG": 32, "KIND": 1}),
+    "replay of pieces": (forward_hopper, {**REPLAY, "KIND": 1}),
+    "summary of pieces": (forward_hopper, {**REPLAY, "STORE_H": False, "KIND": 2}),
+    "adjoint of pieces": (adjoint_hopper, {**END, "KIND": 1}),
+    "adjoint summary of pieces": (adjoint_hopper, {**END, "STORE_DH0": False, "KIND": 2}),
 }
+QUICK = ("forward", "forward of pieces")
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["alone", "two on a multiprocessor"])
-@pytest.mark.parametrize(
-    "form", ["forward", *(pytest.param(n, marks=pytest.mark.slow) for n in FORMS if n != "forward")]
-)
+@pytest.mark.parametrize("form", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in FORMS])
 def test_the_walks_fit_a_multiprocessor_and_run_their_products_in_parallel(
     form: str, shared: bool, tmp_path: Path
 ) -> None:
@@ -234,8 +243,73 @@ def test_the_walks_fit_a_multiprocessor_and_run_their_products_in_parallel(
     heads = {"H": 16, "HV": 48, "VARLEN": True, "STAGES": 2, "OUTPUT_STAGES": 1 if shared else 2}
     absent = [] if flags.get("STORE_H", True) else ["h_desc", "delta_desc", "delta_ptr"]
     absent += [] if flags.get("OUTPUT", True) else ["q_desc", "p_desc", "o_desc", "o_ptr"]
+    absent += ["dh_desc", "dr_desc"] if module is adjoint_hopper and flags["KIND"] == 2 else []
     constants = {**heads, **flags, **dict.fromkeys(absent)}
     size, report = compiled(kernel, constants, 128 if shared else 152, tmp_path)
     assert size <= (115712 if shared and form != "full" else 232448)
     assert not re.search(r"C75\d\d|serialized", report), report
     assert int(re.search(r"(\d+) bytes spill stores", report)[1]) <= 96
+
+
+def test_the_map_kernel_fits_twice_on_a_multiprocessor_without_spills(tmp_path: Path) -> None:
+    constants = {"H": 2, "HV": 6, "STAGES": 3, "TERMS": MAP_TERMS}
+    size, report = compiled(map_hopper.hopper_map_kernel, constants, 128, tmp_path)
+    assert size <= 115712
+    assert not re.search(r"C75\d\d|serialized", report), report
+    assert int(re.search(r"(\d+) bytes spill stores", report)[1]) <= 8
+
+
+def map_once(module: object, seed: int) -> float:
+    """Relative error of the map of the second of three pieces of four chunks."""
+    torch.manual_seed(0)
+    chunks, slots = 9, 3
+    k = torch.nn.functional.normalize(torch.randn(chunks * 64, 128), dim=-1).half()
+    x = (torch.randn(chunks * 64, 64) / 16).half()
+    rows, maps = torch.rand(chunks, 320) - 1, torch.zeros(slots, 128, 128)
+    table = torch.tensor([[64 * 4 * i, 256 if i < 2 else 64, 4 * i, 0, i, 2 - i, 0, 0] for i in range(slots)])
+    arguments = {
+        "k_desc": Descriptor(k, [64, 128]), "x_desc": Descriptor(x, [64, 64]),
+        "rows_desc": Descriptor(rows.view(-1), [64]), "table_ptr": table, "maps_ptr": maps,
+    }  # fmt: skip
+    gluon_language.run(
+        module.hopper_map_kernel, 2 * slots, {**arguments, "H": 1, "HV": 1, "STAGES": 3, "TERMS": 2}, seed
+    )
+    M = torch.eye(128, dtype=torch.float64)
+    for i in range(4, 8):
+        part, tile = k[i * 64 : i * 64 + 64].double(), x[i * 64 : i * 64 + 64].double()
+        beta, start, end = (rows[i, at : at + 64].double()[:, None] for at in (0, 64, 128))
+        E = -start * (part @ M)
+        M = M * rows[i, 319].double().exp() + part.T @ (beta * end * (E + tile @ (beta * E)))
+    assert not maps[0].any()
+    assert not maps[2].any()
+    return ((maps[1] - M).norm() / M.norm()).item()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_map_of_a_piece_is_right_to_sixteen_bits_in_every_order_of_copies(seed: int) -> None:
+    assert map_once(map_hopper, seed) < 2e-5
+
+
+MAP = {
+    "released before the last product": (
+        "mbarrier.arrive(empty.index(slot), count=1)", "pass",
+        "fence_async_shared()\n        delta", "mbarrier.arrive(empty.index(slot), count=1)\n        delta",
+    ),
+    "no wait for a copy": ("mbarrier.wait(full.index(slot), i // STAGES & 1)", "pass"),
+    "no wait for a release": ("mbarrier.wait(empty.index(slot), (i // STAGES & 1) ^ 1)", "pass"),
+    "a product not waited for": ("KM = warpgroup_mma_wait(0, deps=[KM])", "KM = warpgroup_mma_wait(2, deps=[KM])"),
+    "too few bytes": ("64 * 64 * 2 + 4 * 64 * 4", "64 * 64 * 2 + 3 * 64 * 4"),
+    "one term": ("sums = warpgroup_mma(middle, right, sums, is_async=True)", "pass"),
+    "the last piece too": ("(before > 0) & (after > 0)", "(before > 0)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MAP)
+def test_the_emulator_finds_a_broken_map(name: str, tmp_path: Path) -> None:
+    mutant, found = rebuilt(map_hopper, tmp_path, *MAP[name]), []
+    for seed in range(3):
+        try:
+            assert map_once(mutant, seed) < 2e-5
+        except (Hazard, AssertionError) as error:
+            found.append(str(error))
+    assert found
