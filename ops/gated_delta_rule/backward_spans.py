@@ -99,6 +99,8 @@ def backward_in_spans(p: Problem, plan: SpanPlan, call: Call, buffers: Buffers, 
     if buffers.missing and ends is None:
         for chains, _ in spans:
             _keep_starts(part, call, buffers, chains)
+    if ends is not None:
+        buffers = buffers._replace(table=buffers.table[: plan.rows], scores=buffers.scores[: plan.rows])
     for i, (chains, legs) in enumerate(reversed(spans)):
         carried, carry = _in_turn(buffers.carry, i)
         _one_span(part, call, buffers, chains, Span(legs, buffers.starts, carried if ends is None else ends, carry))
