@@ -4,7 +4,7 @@
 #   fuzz  2,000 cases of each fuzzer (1 GPU, 9 min)
 #   gdn   the gated delta rule and its patches in benchmarks/next: checks, then timings (1 GPU, 8 min)
 #   spans the backward of the gated delta rule in spans: CUDA tests, bits, times and peaks by form (1 GPU, 7 min)
-#   next  the patches for PLE and for segments (1 GPU, 7 min)
+#   next  the patches for PLE, then documents in pieces (1 GPU, 8 min)
 #   peers the gated delta rule beside FlashQLA and FLA (1 GPU, 7 min). Their packages lie in the folder $PEERS: pip install
 #         --no-deps --target $PEERS flash-qla tilelang z3-solver apache-tvm-ffi torch-c-dlpack-ext fla-core
 #   layer the decoder layer, by provider; the same packages (1 GPU, 4 min)
@@ -74,7 +74,7 @@ spans)
     ;;
 next)
     job 240 validate_ple $python benchmarks/next/validate_ple.py --out "$out/results" && settle
-    job 150 validate_segments $python benchmarks/next/validate_segments.py --out "$out/results" && settle
+    job 300 bench_pieces $python benchmarks/bench_pieces.py --out "$out/results" && settle
     ;;
 peers)
     job 440 bench_gdn $python benchmarks/bench_gated_delta_rule.py --peers flash_qla fla --site "${PEERS:?}" --logs "$out/logs" --out "$out/results/gated_delta_rule_h200.json" && settle

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from oracles.scripts import ROOT, load_script
 
-SCRIPTS = [f"benchmarks/next/validate_{name}.py" for name in ("ple", "gdn", "segments")]
+SCRIPTS = [f"benchmarks/next/validate_{name}.py" for name in ("ple", "gdn")]
 VARIANTS = {name: patches for script in SCRIPTS for name, patches in load_script(script).VARIANTS.items()}
 
 
