@@ -39,6 +39,11 @@ FOLD = {"BN": 16, "STAGES": 2}
 BLOCK = 128  # slots a CTA of the table kernel
 
 
+def fold_warps(BK: int) -> int:
+    """A map of 128 x 128 is half the registers of eight warps."""
+    return 8 if BK == 128 else 4
+
+
 class Pieces:
     """The pieces of one call: table and maps, and the states between them by direction."""
 
@@ -88,6 +93,5 @@ class Pieces:
         arguments = (self.documents.cu, self.documents.offsets, self.table, self.maps, states, p.chunks_per_row)
         launch(
             fold_kernel, p.documents * p.HV * -(-p.V // FOLD["BN"]), arguments, p.device, HV=p.HV, K=p.K, V=p.V,
-            BK=BK, VARLEN=p.varlen, LENGTH=self.length, ADJOINT=adjoint, DOT=p.dot, num_warps=8 if BK == 128 else 4,
-            **FOLD,
+            BK=BK, VARLEN=p.varlen, LENGTH=self.length, ADJOINT=adjoint, DOT=p.dot, num_warps=fold_warps(BK), **FOLD,
         )  # fmt: skip

@@ -95,7 +95,7 @@ class DeviceForwardRun(_DeviceRun):
             arguments = (self.k, self.table, self.prep[3], self.cu, self.offsets, chosen_segments, out, p.T)
             launch(
                 map_kernel, len(chosen) * p.HV * -(-p.K // BN), arguments, p.device, H=p.H, HV=p.HV, K=p.K,
-                BK=block_width(p.K), BN=BN, DOT=p.dot, STAGES=stages, num_warps=config.num_warps,
+                BK=block_width(p.K), BN=BN, DOT=p.dot, STAGES=stages, PIECES=False, num_warps=config.num_warps,
             )  # fmt: skip
         return out
 

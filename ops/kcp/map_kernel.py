@@ -38,7 +38,7 @@ def _dot_wide(a, b, DOT: tl.constexpr):
 def map_kernel(
     k_ptr, rows_ptr, x_ptr, cu_ptr, offsets_ptr, which_ptr, map_ptr, T,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
-    DOT: tl.constexpr, STAGES: tl.constexpr, PIECES: tl.constexpr = False,
+    DOT: tl.constexpr, STAGES: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     """One CTA per (chosen segment, value head, block of BN columns); `which_ptr`: segment of each of the maps.
 

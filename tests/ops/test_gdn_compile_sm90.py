@@ -13,13 +13,15 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from ple_gdn.ops.gated_delta_rule import gradients, prep, scan, scores, span_tables  # noqa: E402
+from ple_gdn.ops.gated_delta_rule import gradients, piece_kernels, prep, scan, scores, span_tables  # noqa: E402
 from ple_gdn.ops.gated_delta_rule.configs import TABLE, block_width, select  # noqa: E402
+from ple_gdn.ops.gated_delta_rule.pieces import FOLD, fold_warps  # noqa: E402
 
 SHARED_LIMIT = 232448
 FP32 = {
     *("gcum_ptr", "k_rstd_ptr", "qscale_ptr", "h0_ptr", "ht_ptr", "dht_ptr", "dh0_ptr", "g_ptr", "beta_ptr"),
     *("dg_ptr", "dbeta_ptr", "rows_ptr", "starts_ptr", "carried_ptr", "carry_ptr"),
+    *("states_ptr", "adjoints_ptr", "maps_ptr"),
 }
 INDICES = {
     *("cu_ptr", "offsets_ptr", "source_ptr", "end_ptr", "target_ptr", "out_ptr"),
@@ -35,6 +37,7 @@ def specs(itemsize: int, K: int, V: int, H: int = 16, HV: int = 48) -> dict[str,
     tiles = {**common, "V": V, "BK": block_width(K)}
     walk = {**tiles, **WALK, "BV": config.scan.BV, "STAGES": config.scan.num_stages}
     flags = {"VARLEN": True, "L2NORM": True, "DOT": "tf32x3"}
+    fold = {"HV": HV, "K": K, "V": V, "BK": block_width(K), "VARLEN": True, "LENGTH": 64, "DOT": "tf32x3", **FOLD}
     return {
         "prep": (
             prep.prep_kernel,
@@ -44,30 +47,53 @@ def specs(itemsize: int, K: int, V: int, H: int = 16, HV: int = 48) -> dict[str,
         "score": (scores.score_kernel, {**common, "BK": block_width(K), "VARLEN": True, "DOT": "tf32x3"}, 4),
         "forward": (
             scan.forward_kernel,
-            {**walk, "STORE_HT": True, "STORE_H": False, "OUTPUT": True, "SPAN": False, "LEG": 32},
+            {**walk, "STORE_HT": True, "STORE_H": False, "OUTPUT": True, "SPAN": False, "LEG": 32, "KIND": 0},
             config.scan.num_warps,
         ),
         "tapes": (
             scan.forward_kernel,
-            {**walk, "STORE_HT": False, "STORE_H": True, "OUTPUT": False, "SPAN": False, "LEG": 0},
+            {**walk, "STORE_HT": False, "STORE_H": True, "OUTPUT": False, "SPAN": False, "LEG": 0, "KIND": 0},
             config.scan.num_warps,
         ),
         "adjoint": (
             scan.adjoint_kernel,
-            {**walk, "HAS_DHT": True, "STORE_DH0": True, "REPLAY": True, "SPAN": False},
+            {**walk, "HAS_DHT": True, "STORE_DH0": True, "REPLAY": True, "SPAN": False, "KIND": 0},
             config.scan.num_warps,
         ),
         "adjoint of a span": (
             scan.adjoint_kernel,
-            {**walk, "HAS_DHT": True, "STORE_DH0": True, "REPLAY": True, "SPAN": True},
+            {**walk, "HAS_DHT": True, "STORE_DH0": True, "REPLAY": True, "SPAN": True, "KIND": 0},
             config.scan.num_warps,
         ),
         "start states": (
             scan.forward_kernel,
-            {**walk, "STORE_HT": False, "STORE_H": False, "OUTPUT": False, "SPAN": True, "LEG": 32},
+            {**walk, "STORE_HT": False, "STORE_H": False, "OUTPUT": False, "SPAN": True, "LEG": 32, "KIND": 0},
             config.scan.num_warps,
         ),
-        "tables": (span_tables.span_tables_kernel, {"LEG": 32, "VARLEN": True, "BLOCK": 128}, 4),
+        "tables": (span_tables.span_tables_kernel, {"LEG": 32, "CUT": 64, "VARLEN": True, "BLOCK": 128}, 4),
+        "forward of pieces": (
+            scan.forward_kernel,
+            {**walk, "STORE_HT": True, "STORE_H": False, "OUTPUT": True, "SPAN": False, "LEG": 32, "KIND": 1},
+            config.scan.num_warps,
+        ),
+        "summary of pieces": (
+            scan.forward_kernel,
+            {**walk, "STORE_HT": False, "STORE_H": False, "OUTPUT": False, "SPAN": False, "LEG": 0, "KIND": 2},
+            config.scan.num_warps,
+        ),
+        "adjoint of pieces": (
+            scan.adjoint_kernel,
+            {**walk, "HAS_DHT": True, "STORE_DH0": True, "REPLAY": True, "SPAN": False, "KIND": 1},
+            config.scan.num_warps,
+        ),
+        "adjoint summary of pieces": (
+            scan.adjoint_kernel,
+            {**walk, "HAS_DHT": True, "STORE_DH0": False, "REPLAY": False, "SPAN": False, "KIND": 2},
+            config.scan.num_warps,
+        ),
+        "piece table": (piece_kernels.piece_table_kernel, {"VARLEN": True, "LENGTH": 64, "BLOCK": 128}, 4),
+        "fold": (piece_kernels.fold_kernel, {**fold, "ADJOINT": False}, fold_warps(block_width(K))),
+        "fold of adjoints": (piece_kernels.fold_kernel, {**fold, "ADJOINT": True}, fold_warps(block_width(K))),
         "gradient": (
             gradients.gradient_kernel,
             {**tiles, **flags, "SPAN": True, "BV": config.gradient.BV, "STAGES": config.gradient.num_stages},
@@ -87,6 +113,8 @@ def compile_for_hopper(itemsize: int, kernel: object, constants: dict, warps: in
             return "*fp32"
         if name in INDICES:
             return "*i32"
+        if name == "table_ptr":
+            return "*i64"
         return element if name.endswith("_ptr") else "fp32" if name.endswith("scale") else "i32"
 
     signature = {name: kind(name) for name in kernel.arg_names}
@@ -109,14 +137,14 @@ def compile_for_hopper(itemsize: int, kernel: object, constants: dict, warps: in
 # The gradient kernel's 128-row tiles do not fit 255 registers.
 STACK_LIMIT = {"prep": 208, "score": 0, "forward": 64, "tapes": 32, "adjoint": 32, "gradient": 1920}
 STACK_LIMIT |= {"adjoint of a span": 32, "start states": 32, "tables": 0}
+PIECES = ("forward of pieces", "summary of pieces", "adjoint of pieces", "adjoint summary of pieces")
+STACK_LIMIT |= {**dict.fromkeys(PIECES, 32), "forward of pieces": 96, "piece table": 0, "fold": 0, "fold of adjoints": 0}
+QUICK = ("score", "forward", "tables", "piece table", "fold")
 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        *("score", "forward", "tables"),
-        *(pytest.param(n, marks=pytest.mark.slow) for n in STACK_LIMIT if n not in ("score", "forward", "tables")),
-    ],
+    [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in STACK_LIMIT if n not in QUICK)],
 )
 def test_the_training_shape_fits_a_hopper_multiprocessor(name: str, tmp_path: Path) -> None:
     shared, stack = compile_for_hopper(2, *specs(2, 128, 128)[name], tmp_path)
@@ -128,5 +156,7 @@ def test_the_training_shape_fits_a_hopper_multiprocessor(name: str, tmp_path: Pa
 @pytest.mark.parametrize("name", STACK_LIMIT)
 @pytest.mark.parametrize(("itemsize", "width"), [key for key in TABLE if key != (2, 128)])
 def test_every_pinned_configuration_compiles_for_hopper(name: str, itemsize: int, width: int, tmp_path: Path) -> None:
+    if width == 256 and name in (*PIECES, "fold", "fold of adjoints"):
+        pytest.skip("documents are walked whole")
     shared, _ = compile_for_hopper(itemsize, *specs(itemsize, width, width)[name], tmp_path)
     assert shared <= SHARED_LIMIT

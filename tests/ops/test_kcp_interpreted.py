@@ -29,13 +29,14 @@ def test_interpreted_ranks_equal_one_process_and_ring_equals_all_to_all() -> Non
         assert max(case["errors"].values()) < 1e-5, case
 
 
-def test_the_map_kernel_compiles_for_hopper_two_to_a_multiprocessor(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pieces", [False, True])
+def test_the_map_kernel_compiles_for_hopper_two_to_a_multiprocessor(pieces: bool, tmp_path: Path) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     from ple_gdn.ops.kcp.map_kernel import map_kernel
 
-    constants = {"H": 16, "HV": 48, "K": 128, "BK": 128, "BN": 64, "DOT": "tf32x3", "STAGES": 2}
+    constants = {"H": 16, "HV": 48, "K": 128, "BK": 128, "BN": 64, "DOT": "tf32x3", "STAGES": 2, "PIECES": pieces}
     kinds = {"k_ptr": "*bf16", "x_ptr": "*bf16", "rows_ptr": "*fp32", "map_ptr": "*fp32", "T": "i32"}
     names = map_kernel.arg_names
     signature = {n: "constexpr" if n in constants else kinds.get(n, "*i64") for n in names}
