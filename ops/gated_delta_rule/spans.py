@@ -69,7 +69,7 @@ def _together(documents: int, chains: int, enough: float) -> int:
 
 
 def plan_spans(
-    tokens: int, documents: int, chunks: int, HV: int, K: int, V: int, itemsize: int, cut: int | None
+    tokens: int, documents: int, chunks: int, HV: int, K: int, V: int, itemsize: int, cut: int | None = None
 ) -> SpanPlan:  # fmt: skip
     """Spans of `tokens` rows in `documents`; `chunks` bounds the chunks of all, `cut` is `configs.piece_length`. Heads
     and widths become constants in a trace."""
@@ -93,11 +93,9 @@ def plan_spans(
         length, count, rows = max(chunks, 1), 1, chunks
     else:
         count, rows = -(-chunks // length), length + (step - 1 if documents > 1 else 0)
-
-    def parts(size: int) -> int:
-        return -(-length // size) if documents == 1 else min(documents, rows) + rows // size
-
     if cut is not None:
-        return SpanPlan(length, count, rows, -(-length // cut), parts(cut), parts(leg), cut)
+        pieces, legs = (-(-length // n) if documents == 1 else min(documents, rows) + rows // n for n in (cut, leg))
+        return SpanPlan(length, count, rows, -(-length // cut), pieces, legs, cut)
+    legs = -(-length // leg) if documents == 1 else min(documents, length) + length // leg
     together = max(together, length * documents // max(chunks, 1))
-    return SpanPlan(length, count, rows, min(together, documents, rows), min(documents, rows), parts(leg), None)
+    return SpanPlan(length, count, rows, min(together, documents, rows), min(documents, rows), legs, None)

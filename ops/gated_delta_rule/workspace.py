@@ -117,8 +117,10 @@ class Sizes(NamedTuple):
         rows = self.T if self.R is None else self.R
         return piece_length(rows, self.e, self.HV, self.K, self.V) if device == "cuda" else None
 
-    def buffers(self, phase: str, device: str, plan: SpanPlan | None, rows: Any, cut: int | None) -> dict[str, Any]:
-        """Bytes by name; `rows` is the plan's, or a symbol for it."""
+    def buffers(
+        self, phase: str, device: str, plan: SpanPlan | None, rows: Any, cut: int | None = None
+    ) -> dict[str, Any]:  # fmt: skip
+        """Bytes by name; `rows` is the plan's, or a symbol for it, `cut` that of the call."""
         part = self if plan is None else self._replace(NC=rows)
         sizes = {name: (self if name in LIGHT else part).bytes_of(name) for name in BOUND[device][phase]}
         sizes |= self._pieces(phase, plan, cut)

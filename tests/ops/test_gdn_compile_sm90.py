@@ -138,7 +138,13 @@ def compile_for_hopper(itemsize: int, kernel: object, constants: dict, warps: in
 STACK_LIMIT = {"prep": 208, "score": 0, "forward": 64, "tapes": 32, "adjoint": 32, "gradient": 1920}
 STACK_LIMIT |= {"adjoint of a span": 32, "start states": 32, "tables": 0}
 PIECES = ("forward of pieces", "summary of pieces", "adjoint of pieces", "adjoint summary of pieces")
-STACK_LIMIT |= {**dict.fromkeys(PIECES, 32), "forward of pieces": 96, "piece table": 0, "fold": 0, "fold of adjoints": 0}
+STACK_LIMIT |= {
+    **dict.fromkeys(PIECES, 32),
+    "forward of pieces": 96,
+    "piece table": 0,
+    "fold": 0,
+    "fold of adjoints": 0,
+}
 QUICK = ("score", "forward", "tables", "piece table", "fold")
 
 
