@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from oracles.gdn import NAMES, Case, assert_same_bits, make_case, oracle, relative_rms, run_front
@@ -114,6 +116,43 @@ def test_a_document_in_a_pack_has_the_bits_it_has_alone() -> None:
         for name in NAMES:
             state = name in ("final_state", "dinitial_state")
             assert torch.equal(actual[name], packed[name][n : n + 1] if state else packed[name][:, rows]), name
+
+
+def test_documents_in_pieces_meet_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven documents of a tensor-parallel slice, (2, 6) heads, in pieces of one and two chunks, whole and in spans."""
+    for dtype in (torch.bfloat16, torch.float32):
+        sizes = GROUPED if dtype == torch.bfloat16 else {**GROUPED, "key_width": 32, "value_width": 32}
+        case = on_gpu(make_case((300, 0, 1, 64, 65, 200, 17), dtype=dtype, **sizes))
+        for length in (1, 2):
+            monkeypatch.setattr(configs, "CUTS", ((1 << 30, length),))
+            first = check(case, PLAIN[dtype])
+            assert_same_bits(run_front(case, save_mode="full"), first)
+        short = configs.SPANS._replace(leg=1, alone_bytes=0, span_bytes=0, most_bytes=0)
+        monkeypatch.setattr(configs, "SPANS", short)
+        assert_same_bits(run_front(case), first)
+        monkeypatch.undo()
+
+
+@pytest.mark.parametrize(
+    "mode", ["no_decay", "strong_decay", "one_reset", "near_equal_keys", "beta_two", "large_state"]
+)
+def test_pieces_with_adversarial_gates_and_keys_meet_the_budget(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(configs, "CUTS", ((1 << 30, 1),))
+    check(on_gpu(make_case((300, 65), mode=mode, dtype=torch.bfloat16, **GROUPED)), STRESS[torch.bfloat16])
+
+
+def test_a_long_document_of_few_heads_has_the_bits_it_has_alone() -> None:
+    """Pieces as pinned: 9,000 and 17,000 tokens of (2, 6) heads are cut, 100 are not."""
+    case = on_gpu(make_case((9000, 100, 17000), dtype=torch.bfloat16, **GROUPED))
+    packed = run_front(case)
+    assert_same_bits(run_front(case, save_mode="full"), packed)
+    for n, (start, end) in enumerate(pairwise(case.boundaries)):
+        rows = slice(start, end)
+        states = (case.initial_state[n : n + 1], (0, end - start), case.do[:, rows], case.dfinal_state[n : n + 1])
+        actual = run_front(Case(*(x[:, rows] for x in case[:5]), *states), packed=False)
+        for name in NAMES:
+            ours = packed[name][n : n + 1] if "state" in name else packed[name][:, rows]
+            assert torch.equal(actual[name], ours), (n, name)
 
 
 def test_strided_inputs_and_expanded_gradients_give_the_same_bits() -> None:

@@ -18,16 +18,17 @@ from ple_gdn.ops.gated_delta_rule.span_tables import span_tables_kernel
 from ple_gdn.ops.gated_delta_rule.spans import start_count
 
 
-def expected_tables(lengths: list[int], length: int, leg: int, count: int) -> list[tuple[list, list]]:
-    """Chains (token, chunk in the span, source, end, target) and legs (the first three) of each span."""
-    grid, token = [], 0  # of every chunk: document, its number there, first token, chunks left in the document
+def expected_tables(lengths: list[int], length: int, leg: int, count: int, cut: int) -> list[tuple[list, list]]:
+    """Chains (token, chunk in the span, source, end, target) and legs (the first three) of each span; chains are pieces
+    of `cut` chunks unless it is 0."""
+    grid, token = [], 0  # of every chunk: document, its number there, first token, slot of a start state
     for document, n in enumerate(lengths):
         grid += [(document, i, token + 64 * i, token // (64 * leg)) for i in range(-(-n // 64))]
         token += n
-    starts = []
+    starts, step = [], cut or leg
     for span in range(count + 1):
         behind = range(span * length, len(grid))
-        starts.append(next((c for c in behind if grid[c][1] % leg == 0), len(grid)))
+        starts.append(next((c for c in behind if grid[c][1] % step == 0), len(grid)))
     spans = []
     for begin, stop in pairwise(starts):
         chains, legs = [], []
@@ -35,17 +36,22 @@ def expected_tables(lengths: list[int], length: int, leg: int, count: int) -> li
             document, i, first, slot = grid[c]
             source = slot + i // leg - 1 if i else -1 - document
             inside = all(grid[other][0] != document for other in range(stop, len(grid)))
-            if i == 0 or c == begin:
-                chains.append((first, c - begin, source, document if inside else -1, -1 if i else document))
+            last = i + cut >= sum(other[0] == document for other in grid)
+            if cut and i % cut == 0:
+                end = document if last else -3 - ((c - i) // cut + document + i // cut)
+                chains.append((first, c - begin, source, end, -2 if i else document))
+            elif not cut and (i == 0 or c == begin):
+                chains.append((first, c - begin, source, document if inside else -3, -1 if i else document))
             if i % leg == 0:
                 legs.append((first, c - begin, source))
         spans.append((chains, legs))
     return spans
 
 
-def check_tables(lengths: list[int], leg: int, span_bytes: int, rows: int = 0) -> None:
-    """Of a pack, or of `rows` batch rows of one length."""
-    configs.SPANS = configs.SpanConfig(leg, 0, span_bytes, span_bytes, 0.9, 0)
+def check_tables(lengths: list[int], leg: int, span_bytes: int, rows: int = 0, pieces: int = 0) -> None:
+    """Of a pack, or of `rows` batch rows of one length; documents in pieces of so many legs, if they are longer."""
+    configs.SPANS = configs.SpanConfig(leg, span_bytes if pieces else 0, span_bytes, span_bytes, 0.9, 0)
+    configs.CUTS = ((1 << 30, pieces * leg),) if pieces else ()
     boundaries = torch.tensor((0, *lengths)).cumsum(0)
     T = lengths[0] if rows else int(boundaries[-1]) + 7
     q = torch.empty(max(rows, 1), T, 1, 16)
@@ -55,10 +61,12 @@ def check_tables(lengths: list[int], leg: int, span_bytes: int, rows: int = 0) -
     offsets = torch.tensor((0, *(-(-n // 64) for n in lengths))).cumsum(0)
     span_tables_kernel[(plan.count,)](
         None if rows else boundaries, None if rows else offsets, out, p.documents, p.T, p.chunks_per_row, plan.length,
-        plan.chains, plan.legs, LEG=leg, VARLEN=not rows, BLOCK=16,
+        plan.chains, plan.legs, LEG=leg, CUT=plan.cut or 0, VARLEN=not rows,
+        BLOCK=16,
     )  # fmt: skip
     used = set()
-    for row, (chains, legs) in zip(out, expected_tables(lengths, plan.length, leg, plan.count), strict=True):
+    expected = expected_tables(lengths, plan.length, leg, plan.count, plan.cut or 0)
+    for row, (chains, legs) in zip(out, expected, strict=True):
         tokens, chunks, source, end, target, leg_tokens, leg_chunks, leg_source = row.split(plan.widths)
         n = len(chains)
         assert n <= plan.chains
@@ -109,6 +117,10 @@ if __name__ == "__main__":
         picked = torch.randint(0, 400, (1 + turn % 5,), generator=generator).tolist()
         lengths = [n if i % 3 else n % 70 for i, n in enumerate(picked)] + [130]
         check_tables(lengths, 1 + turn % 4, 20_000 * turn)
+        if turn % 2:
+            check_tables(lengths, 1 + turn % 4, 10_000 * turn, pieces=1 + turn % 3)
+    check_tables([700] * 2, 1, 60_000, rows=2, pieces=3)
+    configs.CUTS = ()
     check_tables([1] * 40, 2, 60_000)
     check_tables([2000], 3, 60_000)
     check_tables([200] * 3, 2, 60_000, rows=3)

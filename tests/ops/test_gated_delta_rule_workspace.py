@@ -53,6 +53,12 @@ def spans(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bo
     return request.param is SHORT
 
 
+@pytest.fixture
+def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents are walked in pieces of one chunk."""
+    monkeypatch.setattr(configs, "CUTS", ((1 << 30, 1),))
+
+
 class Silent:
     """A kernel that is launched and does nothing."""
 
@@ -64,8 +70,9 @@ class Silent:
 def launch(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The CUDA launchers on CPU tensors: their own allocations and arena, no kernel."""
     pytest.importorskip("triton")
-    names = ("launch", "walks", "hopper_walks", "chunk_gradients", "hopper_gradients", "backward_spans")
+    names = ("launch", "walks", "hopper_walks", "chunk_gradients", "hopper_gradients", "backward_spans", "pieces")
     modules = [importlib.import_module(f"ple_gdn.ops.gated_delta_rule.{name}") for name in names]
+    modules.append(importlib.import_module("ple_gdn.ops.kcp.map_kernel"))
     for module in modules:
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, Silent())
@@ -154,6 +161,52 @@ def test_the_cuda_launchers_allocate_outputs_and_the_arena_and_nothing_else(
     assert launched(launch, case, phase, given)[1] == 0
     with pytest.raises(ValueError, match=f"workspace: expected at least {bound.peak} bytes"):
         launched(launch, case, phase, given[:-1])
+
+
+@pytest.mark.usefixtures("pieces")
+@pytest.mark.parametrize("lengths", [(64,), (70, 0, 1, 64, 65), (1, 1, 1), (200, 55)])
+@pytest.mark.parametrize("phase", LAUNCHES)
+def test_pieces_are_in_the_formulas(lengths: tuple[int, ...], phase: str, launch: ModuleType, spans: bool) -> None:
+    case = make_case(lengths, dtype=torch.bfloat16, **GEOMETRY)
+    bound, _ = launched(launch, case, phase)
+    assert announced(case, "cuda").bytes(LAUNCHES[phase]) == bound.peak
+    packing = ple_gdn.prepare_varlen(torch.tensor(case.boundaries))
+    sizes = workspace.sizes_of(case.q, case.v, packing.cu_seqlens)
+    assert sizes.arena_bytes(LAUNCHES[phase]) == bound.peak
+    assert ("piece_maps" in bound.bound) == (sum(lengths) > 64)
+    assert announced(case, "cpu").bytes(LAUNCHES[phase]) == sizes.arena_bytes(LAUNCHES[phase], "cpu")
+
+
+@pytest.mark.usefixtures("pieces")
+@pytest.mark.parametrize("phase", LAUNCHES)
+def test_launchers_of_pieces_allocate_outputs_and_the_arena_and_nothing_else(
+    phase: str, launch: ModuleType, monkeypatch: pytest.MonkeyPatch, spans: bool
+) -> None:
+    from ple_gdn.ops.gated_delta_rule import walks
+
+    monkeypatch.setattr(walks, "uses_hopper", lambda p: True)
+    case = make_case((70, 0, 1, 64, 65), **{**GEOMETRY, "key_width": 128, "value_width": 128}, dtype=torch.bfloat16)
+    bound, _ = launched(launch, case, phase)
+    given = torch.empty(bound.peak, dtype=torch.uint8)
+    assert launched(launch, case, phase, given)[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("HV", "K", "V", "rows", "expected"),
+    [
+        (6, 128, 128, 261987, 64),  # 12 chains
+        (8, 128, 128, 4097, 64),
+        (8, 128, 128, 4096, None),  # one piece
+        (16, 128, 128, 131072, 256),
+        (17, 128, 128, 131072, 256),
+        (18, 128, 128, 131072, None),  # 36 chains
+        (48, 128, 128, 261987, None),
+        (6, 256, 128, 261987, None),
+    ],
+)
+def test_few_heads_and_long_documents_are_cut(HV: int, K: int, V: int, rows: int, expected: int | None) -> None:
+    assert configs.piece_length(rows, 2, HV, K, V) == expected
+    assert expected is None or expected % configs.SPANS.leg == 0
 
 
 def bytes_of_phases(case: Case, launch: ModuleType) -> dict[str, dict[str, int]]:

@@ -13,7 +13,7 @@ from oracles.gdn import make_case
 
 import ple_gdn
 from ple_gdn.ops.gated_delta_rule import configs
-from ple_gdn.ops.gated_delta_rule.spans import plan_spans
+from ple_gdn.ops.gated_delta_rule.spans import chunk_bytes, plan_spans
 from ple_gdn.ops.gated_delta_rule.workspace import Sizes
 
 WIDE = {"HV": 48, "K": 128, "V": 128, "itemsize": 2}
@@ -40,7 +40,7 @@ def test_interpreted_tables_are_those_of_the_host_and_spans_change_no_bit() -> N
         (64 * 4096, 64, 48, 15, 288 + 31),
         (512 * 512, 512, 48, 72, 64 + 31),
         (32768, 1, 64, 8, 64),
-        (261_987, 7, 6, 1, 4100),  # few heads: all documents side by side
+        (261_987, 7, 6, 1, 4100),  # few heads, walked whole: all documents side by side
         (1, 1, 48, 1, 1),
         (0, 0, 48, 1, 0),
     ],
@@ -48,6 +48,13 @@ def test_interpreted_tables_are_those_of_the_host_and_spans_change_no_bit() -> N
 def test_spans_of_the_sizes_that_count(tokens: int, documents: int, value_heads: int, count: int, rows: int) -> None:
     plan = plan_spans(tokens, documents, tokens // 64 + documents, **{**WIDE, "HV": value_heads})
     assert (plan.count, plan.rows) == (count, rows)
+
+
+def test_spans_of_pieces_are_whole_pieces_and_as_large_as_one_span_may_be() -> None:
+    cut = configs.piece_length(261_987, 2, 6, 128, 128)
+    plan = plan_spans(261_987, 7, 4100, **{**WIDE, "HV": 6}, cut=cut)
+    assert (plan.length % cut, plan.count, plan.together) == (0, 3, plan.length // cut)
+    assert plan.rows * chunk_bytes(6, 128, 128, 2) < 1.05 * configs.SPANS.alone_bytes
 
 
 def test_the_arena_of_a_long_document_grows_by_its_tables_and_of_a_rebuilt_one_by_its_tapes() -> None:
