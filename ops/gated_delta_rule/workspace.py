@@ -113,9 +113,10 @@ class Sizes(NamedTuple):
         return self.NC - self.T // CHUNK if self.N is None else self.N
 
     def cut(self, device: str) -> int | None:
-        """Chunks of the pieces that documents are walked in, if they are. Of numbers: a comparison guards a SymInt."""
+        """Chunks of the pieces that documents are walked in, if they are. Heads and widths become constants in a
+        trace."""
         rows = self.T if self.R is None else self.R
-        return piece_length(rows, self.e, self.HV, self.K, self.V) if device == "cuda" else None
+        return piece_length(rows, self.e, int(self.HV), int(self.K), int(self.V)) if device == "cuda" else None
 
     def buffers(
         self, phase: str, device: str, plan: SpanPlan | None, rows: Any, cut: int | None = None
