@@ -221,23 +221,30 @@ def clock(repeats: int = 7) -> None:
             print(json.dumps({f"{shape} L={length}": row}), flush=True)
         if time.monotonic() > deadline:
             break
-    three_terms()
+    variants()
 
 
-def three_terms() -> None:
-    """The map kernel with all 24 bits, for its price."""
-    lengths, H, HV, _ = SHAPES["pack (2, 6)"]
-    leaves, *_, packing = inputs(lengths, H, HV)
-    cut(None)
-    found = {}
+def variants() -> None:
+    """At the pack, with the pinned L: maps of 24 bits, chains by one or two on a multiprocessor, other spans."""
     from ple_gdn.ops.gated_delta_rule import hopper_walks
 
-    for terms in (2, 3):
-        hopper_walks.MAP_TERMS = terms
-        call = lambda: ple_gdn.gated_delta_rule(*leaves, use_qk_l2norm=True, cu_seqlens=packing)  # noqa: E731
-        call()
-        found[str(terms)] = kernels(call, True).get("map")
-    print(json.dumps({"map kernel by terms": {"terms": found}}), flush=True)
+    lengths, H, HV, _ = SHAPES["pack (2, 6)"]
+    leaves, do, packing = inputs(lengths, H, HV)
+    cut(None)
+    stages, terms = hopper_walks.stages, hopper_walks.MAP_TERMS
+    forward = lambda: ple_gdn.gated_delta_rule(*leaves, use_qk_l2norm=True, cu_seqlens=packing)[0]  # noqa: E731
+    spans = {"one span": 1 << 40, "spans of 11": 400 << 20, "spans of 33": 1200 << 20}
+    for name in ("as pinned", "three terms", "all alone", "all shared", *spans):
+        hopper_walks.MAP_TERMS = 3 if name == "three terms" else terms
+        hopper_walks.stages = {"all alone": lambda _: stages(1), "all shared": lambda _: stages(999)}.get(name, stages)
+        configs.SPANS = PINNED_SPANS._replace(alone_bytes=spans.get(name, PINNED_SPANS.alone_bytes))
+        torch.autograd.grad(forward(), leaves, do)
+        row = {"L": 0, "pinned": False, "forward": kernels(forward, True), "mib": 0}
+        o = forward()
+        row["backward"] = kernels(lambda: torch.autograd.grad(o, leaves, do), True)  # noqa: B023
+        times = [once(lambda: torch.autograd.grad(forward(), leaves, do)) for _ in range(5)]
+        row["ms"] = [once(forward), sorted(times)[2]]
+        print(json.dumps({name: row}), flush=True)
 
 
 def start(*worker: str) -> subprocess.Popen:
@@ -270,8 +277,8 @@ def report(checks: dict, times: dict) -> None:
         )
     print("ms forward, ms forward and backward, MiB over the inputs; kernels of the forward | of the backward")
     for case, row in times.items():
-        if isinstance(row, str) or "terms" in row:
-            print(f"  {case}: {row if isinstance(row, str) else row['terms']}")
+        if isinstance(row, str):
+            print(f"  {case}: {row}")
             continue
         parts = ("  ".join(f"{n} {ms:.3f}" for n, ms in row[p].items() if ms >= 0.01) for p in ("forward", "backward"))
         star = "*" if row["pinned"] else " "

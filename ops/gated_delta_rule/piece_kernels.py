@@ -6,10 +6,10 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["slots", "documents", "steps", "T", "chunks_per_row"])
+@triton.jit(do_not_specialize=["slots", "documents", "steps", "T", "chunks_per_row", "length"])
 def piece_table_kernel(
-    cu_ptr, offsets_ptr, table_ptr, slots, documents, steps, T, chunks_per_row,
-    VARLEN: tl.constexpr, LENGTH: tl.constexpr, BLOCK: tl.constexpr,
+    cu_ptr, offsets_ptr, table_ptr, slots, documents, steps, T, chunks_per_row, length,
+    VARLEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A row for each slot; 2^steps documents at least. See pieces.py for slots and columns."""
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -22,7 +22,7 @@ def piece_table_kernel(
             chunks = tl.load(offsets_ptr + middle).to(tl.int64)
         else:
             chunks = middle.to(tl.int64) * chunks_per_row
-        holds = chunks // LENGTH + middle <= slot
+        holds = chunks // length + middle <= slot
         low = tl.where(holds, middle, low)
         high = tl.where(holds, high, middle)
     if VARLEN:
@@ -32,25 +32,25 @@ def piece_table_kernel(
         first = low.to(tl.int64) * chunks_per_row
         start = low.to(tl.int64) * T
         end = start + T
-    before = slot - (first // LENGTH + low)
-    pieces = tl.maximum((end - start + LENGTH * 64 - 1) // (LENGTH * 64), 1)
+    before = slot - (first // length + low)
+    pieces = tl.maximum((end - start + 64 * length - 1) // (64 * length), 1)
     used = before < pieces
-    begin = tl.minimum(start + before * (LENGTH * 64), end)
-    length = tl.where(used, tl.minimum(end - begin, LENGTH * 64), 0)
+    begin = tl.minimum(start + before * (64 * length), end)
+    rows = tl.where(used, tl.minimum(end - begin, 64 * length), 0)
     row = table_ptr + slot * 8
     tl.store(row, begin, mask=inside)
-    tl.store(row + 1, length, mask=inside)
-    tl.store(row + 2, first + before * LENGTH, mask=inside)
+    tl.store(row + 1, rows, mask=inside)
+    tl.store(row + 2, first + before * length, mask=inside)
     tl.store(row + 3, low.to(tl.int64), mask=inside)
     tl.store(row + 4, tl.where(used, before, -1).to(tl.int64), mask=inside)
     tl.store(row + 5, tl.where(used, pieces - 1 - before, -1), mask=inside)
 
 
-@triton.jit(do_not_specialize=["chunks_per_row"])
+@triton.jit(do_not_specialize=["chunks_per_row", "length"])
 def fold_kernel(
-    cu_ptr, offsets_ptr, table_ptr, maps_ptr, states_ptr, chunks_per_row,
+    cu_ptr, offsets_ptr, table_ptr, maps_ptr, states_ptr, chunks_per_row, length,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
-    VARLEN: tl.constexpr, LENGTH: tl.constexpr, ADJOINT: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr,
+    VARLEN: tl.constexpr, ADJOINT: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One CTA per (document, value head, block of BN columns), in order: states[s + 1] += M_s states[s] from the second
     piece s on. The adjoint runs from the last but one to the front: states[s - 1] += M_s^T states[s]."""
@@ -63,7 +63,7 @@ def fold_kernel(
         chunks = tl.load(offsets_ptr + document).to(tl.int64)
     else:
         chunks = document.to(tl.int64) * chunks_per_row
-    base = chunks // LENGTH + document
+    base = chunks // length + document
     pieces = tl.load(table_ptr + base * 8 + 5).to(tl.int32) + 1
     krow = tl.arange(0, BK)
     column = split * BN + tl.arange(0, BN)

@@ -53,12 +53,11 @@ class Pieces:
         self.table = arena.bind("piece_table", (self.slots, 8), torch.int64)
         arguments = (
             documents.cu, documents.offsets, self.table, self.slots, p.documents, p.documents.bit_length(), p.T,
-            p.chunks_per_row,
+            p.chunks_per_row, length,
         )  # fmt: skip
         launch(
-            piece_table_kernel, -(-self.slots // BLOCK), arguments, p.device, VARLEN=p.varlen, LENGTH=length,
-            BLOCK=BLOCK, num_warps=4,
-        )  # fmt: skip
+            piece_table_kernel, -(-self.slots // BLOCK), arguments, p.device, VARLEN=p.varlen, BLOCK=BLOCK, num_warps=4
+        )
         self.maps = arena.bind("piece_maps", (self.slots, p.HV, p.K, p.K), torch.float32)
         piece_maps(p, chunks, self.slots, self.table, self.maps)
 
@@ -90,8 +89,9 @@ class Pieces:
 
     def _fold(self, states: Tensor, adjoint: bool) -> None:
         p, BK = self.p, block_width(self.p.K)
-        arguments = (self.documents.cu, self.documents.offsets, self.table, self.maps, states, p.chunks_per_row)
+        places = (self.documents.cu, self.documents.offsets, self.table)
+        arguments = (*places, self.maps, states, p.chunks_per_row, self.length)
         launch(
             fold_kernel, p.documents * p.HV * -(-p.V // FOLD["BN"]), arguments, p.device, HV=p.HV, K=p.K, V=p.V,
-            BK=BK, VARLEN=p.varlen, LENGTH=self.length, ADJOINT=adjoint, DOT=p.dot, num_warps=fold_warps(BK), **FOLD,
+            BK=BK, VARLEN=p.varlen, ADJOINT=adjoint, DOT=p.dot, num_warps=fold_warps(BK), **FOLD,
         )  # fmt: skip

@@ -21,7 +21,7 @@ class SpanPlan(NamedTuple):
 
     Attributes:
         rows: bound on the chunks of a span, which sizes its buffers.
-        together: documents that are usually walked side by side in a span.
+        together: documents, or pieces, that are usually walked side by side in a span.
         chains: bound on the documents, or parts of one, in a span.
         legs: bound on its legs.
         cut: chunks of the pieces that are its chains where documents are walked in pieces (`pieces.py`).
@@ -80,14 +80,16 @@ def plan_spans(
     chunks = min(chunks, (tokens + (CHUNK - 1) * documents) // CHUNK)
     each = chunk_bytes(HV, K, V, itemsize)
     chains = HV * -(-V // configs.select(itemsize, K, V).scan.BV)
+    round_ = max(configs.SM_COUNT // chains, 1)  # pieces for one chain on each multiprocessor
     together = _together(min(int(documents), configs.SM_COUNT), chains, config.fill)
     if chunks * each <= config.alone_bytes:
         length = chunks
     else:
         wanted = -(-together * -(-chunks // documents) // leg) * leg if together > 1 else 0
         wanted = max(min(wanted, config.most_bytes // each), config.span_bytes // each)
-        if cut is not None:  # pieces are side by side, whatever the documents
-            wanted = config.alone_bytes // each
+        if cut is not None:  # pieces are side by side, whatever the documents: in whole rounds
+            pieces = config.alone_bytes // each // cut
+            wanted = cut * (pieces - pieces % round_ if pieces > round_ else pieces)
         length = max(wanted // step, 1) * step
     if length >= chunks:
         length, count, rows = max(chunks, 1), 1, chunks
@@ -95,7 +97,7 @@ def plan_spans(
         count, rows = -(-chunks // length), length + (step - 1 if documents > 1 else 0)
     if cut is not None:
         pieces, legs = (-(-length // n) if documents == 1 else min(documents, rows) + rows // n for n in (cut, leg))
-        return SpanPlan(length, count, rows, -(-length // cut), pieces, legs, cut)
+        return SpanPlan(length, count, rows, min(-(-length // cut), round_), pieces, legs, cut)
     legs = -(-length // leg) if documents == 1 else min(documents, length) + length // leg
     together = max(together, length * documents // max(chunks, 1))
     return SpanPlan(length, count, rows, min(together, documents, rows), min(documents, rows), legs, None)

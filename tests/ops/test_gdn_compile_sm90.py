@@ -37,7 +37,7 @@ def specs(itemsize: int, K: int, V: int, H: int = 16, HV: int = 48) -> dict[str,
     tiles = {**common, "V": V, "BK": block_width(K)}
     walk = {**tiles, **WALK, "BV": config.scan.BV, "STAGES": config.scan.num_stages}
     flags = {"VARLEN": True, "L2NORM": True, "DOT": "tf32x3"}
-    fold = {"HV": HV, "K": K, "V": V, "BK": block_width(K), "VARLEN": True, "LENGTH": 64, "DOT": "tf32x3", **FOLD}
+    fold = {"HV": HV, "K": K, "V": V, "BK": block_width(K), "VARLEN": True, "DOT": "tf32x3", **FOLD}
     return {
         "prep": (
             prep.prep_kernel,
@@ -91,7 +91,7 @@ def specs(itemsize: int, K: int, V: int, H: int = 16, HV: int = 48) -> dict[str,
             {**walk, "HAS_DHT": True, "STORE_DH0": False, "REPLAY": False, "SPAN": False, "KIND": 2},
             config.scan.num_warps,
         ),
-        "piece table": (piece_kernels.piece_table_kernel, {"VARLEN": True, "LENGTH": 64, "BLOCK": 128}, 4),
+        "piece table": (piece_kernels.piece_table_kernel, {"VARLEN": True, "BLOCK": 128}, 4),
         "fold": (piece_kernels.fold_kernel, {**fold, "ADJOINT": False}, fold_warps(block_width(K))),
         "fold of adjoints": (piece_kernels.fold_kernel, {**fold, "ADJOINT": True}, fold_warps(block_width(K))),
         "gradient": (
