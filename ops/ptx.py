@@ -1,8 +1,20 @@
-"""PTX that kernels and lowerings share: one fp32 in, one fp32 out. Imports nothing, for Triton may be absent."""
+"""PTX that kernels and lowerings share: fp32 in, fp32 out. Imports nothing, for Triton may be absent."""
 
 ROUND_TO_BF16 = "cvt.rn.bf16x2.f32 $0, $1, 0f00000000;"
 """fp32 rounded to BF16 and back: the packed conversion over a zero. It runs at the rate of a product, the single one
 (F2F) on the unit of exp and reciprocal, at a quarter of it."""
+
+SPLIT_PAIR_BF16 = (
+    "{ .reg .f32 a, b; cvt.rn.bf16x2.f32 $2, $4, $3; shl.b32 a, $2, 16; and.b32 b, $2, 0xffff0000; "
+    "sub.rn.f32 $0, $3, a; sub.rn.f32 $1, $4, b; }"
+)
+"""Of two fp32: what rounding to BF16 takes away, exact, and the rounded ones as a packed pair. Constraints
+"=&f,=&f,=&r,f,f"."""
+
+SPLIT_PAIR_FP16 = (
+    "{ .reg .b16 low, high; .reg .f32 a, b; cvt.rn.f16x2.f32 $2, $4, $3; mov.b32 {low, high}, $2; "
+    "cvt.f32.f16 a, low; cvt.f32.f16 b, high; sub.rn.f32 $0, $3, a; sub.rn.f32 $1, $4, b; }"
+)
 
 SIGMOID = (
     "{ .reg .f32 t; mul.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t; fma.rn.f32 t, t, 0f3E800000, 0f3E800000; "

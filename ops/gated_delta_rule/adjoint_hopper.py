@@ -30,6 +30,7 @@ from .device_hopper import (
     locate,
     locate_piece,
     send_rows,
+    split_terms,
     start_staging,
     thread_barrier,
 )
@@ -137,11 +138,9 @@ def walk_adjoint(
         PdO, KdS = warpgroup_mma_wait(1, deps=[PdO, KdS])
         dVn = k_end[None, :] * KdS + PdO
         # Two 16-bit terms: rows cancel with equal keys and beta = 1, where one term loses 2e-2 of dR, two 6e-3.
-        weighted = beta[None, :] * dVn
-        high = weighted.to(dtype)
-        rest = (weighted - high.to(gl.float32)).to(dtype)
+        high, rest = split_terms(beta[None, :] * dVn, dtype)
         dR = warpgroup_mma(gl.convert_layout(high, NARROW_LEFT), x, dVn, is_async=True)
-        dR = warpgroup_mma(gl.convert_layout(rest, NARROW_LEFT), x, dR, is_async=True)
+        dR = warpgroup_mma(gl.convert_layout(rest.to(dtype), NARROW_LEFT), x, dR, is_async=True)
         factor = -(beta * rows_tiles.index(slot * 4 + 1).load(ACROSS))
         # Puts the ordinary reads of dO and the row factors before the copies that overwrite them once released.
         fence_async_shared()

@@ -6,6 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
+from .. import ptx
+
 # Triton after 3.6 renamed all three.
 thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -17,6 +19,8 @@ WIDE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 NARROW_LEFT = gl.constexpr(gl.DotOperandLayout(0, NARROW, 2))
 WIDE_LEFT = gl.constexpr(gl.DotOperandLayout(0, WIDE, 2))
 ACROSS = gl.constexpr(gl.SliceLayout(0, NARROW))
+SPLIT_PAIR_BF16 = gl.constexpr(ptx.SPLIT_PAIR_BF16)
+SPLIT_PAIR_FP16 = gl.constexpr(ptx.SPLIT_PAIR_FP16)
 
 
 @gluon.jit
@@ -62,6 +66,21 @@ def clear_rows(tile, valid, WIDTH: gl.constexpr):
 def chunk_decay(row):
     """[1, 1]: e^G of the last row. From shared memory: a load from memory in flight would hold up the next fence."""
     return gl.exp(row.slice(63, 1).load(gl.SliceLayout(0, WIDE)))[None, :]
+
+
+@gluon.jit
+def split_terms(x, dtype: gl.constexpr):
+    """x rounded to 16 bits, and what that takes away, as fp32. Where Triton reads `x.to(dtype)` as fp32 again it rounds
+    by single conversions, of which 32 (F2F) take 256 cycles of a chunk's 2,000; a packed one serves two values."""
+    if dtype == gl.bfloat16:
+        rest, high = gl.inline_asm_elementwise(
+            SPLIT_PAIR_BF16, "=&f,=&f,=&r,f,f", [x], dtype=(gl.float32, gl.bfloat16), is_pure=True, pack=2
+        )
+    else:
+        rest, high = gl.inline_asm_elementwise(
+            SPLIT_PAIR_FP16, "=&f,=&f,=&r,f,f", [x], dtype=(gl.float32, gl.float16), is_pure=True, pack=2
+        )
+    return high, rest
 
 
 @gluon.jit

@@ -17,12 +17,16 @@ pytest.importorskip("triton")
 
 from oracles import gluon_language
 from oracles.gluon_emulator import Descriptor, Hazard
+from oracles.ptx_machine import Machine, Memory
 from triton.backends.compiler import GPUTarget
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from ple_gdn.ops.gated_delta_rule import adjoint_hopper, forward_hopper, map_hopper
 from ple_gdn.ops.gated_delta_rule.configs import MAP_TERMS, walks_for_hopper
+from ple_gdn.ops.gated_delta_rule.device_hopper import ROWS, split_terms
 
 WORKER = Path(__file__).with_name("gdn_hopper_worker.py")
 PACKAGE = "ple_gdn.ops.gated_delta_rule"
@@ -214,6 +218,32 @@ def compiled(kernel: object, constants: dict, maxnreg: int, tmp_path: Path) -> t
 OUT = {"HAS_H0": True, "STORE_HT": True, "STORE_H": False, "OUTPUT": True, "SPAN": False, "LEG": 0, "KIND": 0}
 REPLAY = {**OUT, "STORE_HT": False, "STORE_H": True, "OUTPUT": False}
 END = {"HAS_DHT": True, "STORE_DH0": True, "SPAN": False, "KIND": 0}
+@gluon.jit
+def split_kernel(x_ptr, high_ptr, rest_ptr):
+    at = gl.arange(0, 64, gl.SliceLayout(1, ROWS))[:, None] * 64 + gl.arange(0, 64, gl.SliceLayout(0, ROWS))[None, :]
+    high, rest = split_terms(gl.load(x_ptr + at), high_ptr.dtype.element_ty)
+    gl.store(high_ptr + at, high)
+    gl.store(rest_ptr + at, rest)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_two_terms_are_what_rounding_leaves_and_takes_away(dtype: torch.dtype) -> None:
+    import triton
+
+    element = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    signature = {"x_ptr": "*fp32", "high_ptr": f"*{element}", "rest_ptr": "*fp32"}
+    aligned = {(i,): [["tt.divisibility", 16]] for i in range(3)}
+    source = GluonASTSource(split_kernel, signature, {}, aligned)
+    binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    torch.manual_seed(0)
+    x, high, rest = torch.randn(64, 64), torch.zeros(64, 64, dtype=dtype), torch.zeros(64, 64)
+    memory = Memory()
+    arguments = [memory.place(t) for t in (x, high, rest)]
+    Machine(binary.asm["ptx"], max(binary.metadata.shared, 4), memory).run(0, [*arguments, 0, 0])
+    assert torch.equal(high, x.to(dtype))
+    assert torch.equal(rest, x - high.float())
+
+
 FORMS = {
     "forward": (forward_hopper, {**OUT, "LEG": 32}),
     "forward of a short call": (forward_hopper, OUT),

@@ -21,8 +21,11 @@ def _store(pointer: Pointer, value: torch.Tensor, mask: Any = None) -> None:
     pointer.flat[where[inside]] = value.to(pointer.flat.dtype).expand(where.shape)[inside]
 
 
-def _assembly(text: str, constraints: str, arguments: list[torch.Tensor], **_: Any) -> torch.Tensor:
+def _assembly(text: str, constraints: str, arguments: list[torch.Tensor], **_: Any) -> Any:
     (x,) = arguments
+    if "f16x2" in text:
+        low = x.to(torch.bfloat16 if "bf16x2" in text else torch.float16)
+        return x - low.float(), low
     return {"ex2": torch.exp2, "mov": torch.clone}[text[:3]](x)
 
 
@@ -35,7 +38,8 @@ def _language(machine: Machine, grid: int) -> types.SimpleNamespace:
         arange=lambda a, b, layout=None: torch.arange(a, b), static_range=range, zeros_like=torch.zeros_like,
         zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
         SliceLayout=lambda dim, parent: None, allocate_shared_memory=machine.allocate,
-        warp_specialize=machine.specialize, float32=torch.float32, int32=torch.int32, int64=torch.int64,
+        warp_specialize=machine.specialize, float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16,
+        int32=torch.int32, int64=torch.int64,
     )  # fmt: skip
 
 
@@ -71,7 +75,7 @@ def run(kernel: Any, grid: int, arguments: dict[str, Any], seed: int = 0) -> Non
             ]
         world.update({**source, **_names(Machine(seed * 7919 + program, program), grid)})
         for name, value in list(world.items()):
-            if type(value).__name__ == "constexpr" and isinstance(value.value, int):
+            if type(value).__name__ == "constexpr" and isinstance(value.value, int | str):
                 world[name] = value.value
             body = getattr(value, "fn", None)
             if isinstance(body, types.FunctionType):

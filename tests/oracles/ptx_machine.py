@@ -165,7 +165,7 @@ class Machine:
         dtype = np.float32 if kind[0] == "f" else (SIGNED if kind[0] == "s" else WIDTHS)[width]
         if text in ("%tid.x", "%ctaid.x"):
             return (np.arange(THREADS) if text == "%tid.x" else np.full(THREADS, self.program)).astype(dtype)
-        if text.startswith("%"):
+        if text.startswith("%") or text in self.registers:
             return self.registers[text].view(dtype)
         if text.startswith("0f"):
             return np.full(THREADS, int(text[2:], 16), np.uint32).view(dtype)
