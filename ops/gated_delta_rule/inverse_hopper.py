@@ -41,15 +41,24 @@ FACTORS = gl.constexpr(keep(COLUMN.value, 4, 1, 3))
 HEAD_FACTORS = gl.constexpr(keep(COLUMN.value, 4, 0, 1, 3))
 HEAD_BLOCK = gl.constexpr(keep(COLUMN.value, 4, 0, 1))
 BLOCK = gl.constexpr(keep(COLUMN.value, 4, 1))
-# [row block, column block, head, row, column] of the result: 16 bytes a thread, four rows of 128 bytes a warp.
-OUT = gl.constexpr(gl.BlockedLayout([1, 1, 1, 1, 8], [1, 4, 1, 4, 2], [1, 1, 4, 1, 1], [4, 3, 1, 2, 0]))
+# The same block as it is stored, 32 bytes of a row by four lanes: neighbours have exchanged two columns for two.
+OUT = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 0, 2], [0, 8, 0]],
+        [[0, 0, 8], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        [[1, 0, 0], [2, 0, 0]],
+        [],
+        [4, 16, 16],
+    )
+)
+OUT_HEAD = gl.constexpr(keep(OUT.value, 3, 0))
+OUT_ROW = gl.constexpr(keep(OUT.value, 3, 1))
+OUT_COLUMN = gl.constexpr(keep(OUT.value, 3, 2))
 
-# Rows of 64 (fp32) or 32 bytes (16-bit), swizzled so that eight rows of an operand or accumulator meet every bank once.
+# Rows of 64 bytes, swizzled so that eight rows of an operand or accumulator meet every bank once.
 FP32_TILE = gl.constexpr(gl.SwizzledSharedLayout(8, 2, 2, [1, 0]))
 FP32_TILES = gl.constexpr(gl.SwizzledSharedLayout(8, 2, 2, [2, 1, 0]))
 FP32_HEADS = gl.constexpr(gl.SwizzledSharedLayout(8, 2, 2, [3, 2, 1, 0]))
-HALF_TILES = gl.constexpr(gl.SwizzledSharedLayout(8, 4, 2, [2, 1, 0]))
-HALF_GRID = gl.constexpr(gl.SwizzledSharedLayout(8, 4, 2, [4, 3, 2, 1, 0]))
 PLAIN_2D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 PLAIN_3D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 
@@ -123,7 +132,16 @@ def _multiply(left, high, low, total):
 
 
 @gluon.jit
-def _gate_and_store(out, x, gates, ROW_BLOCK: gl.constexpr, COLUMN_BLOCK: gl.constexpr):
+def _store(ptr, block, count, valid, HV: gl.constexpr, ROW_BLOCK: gl.constexpr, COLUMN_BLOCK: gl.constexpr):
+    head = gl.arange(0, 4, OUT_HEAD)[:, None, None]
+    row = ROW_BLOCK * 16 + gl.arange(0, 16, OUT_ROW)[None, :, None]
+    column = gl.arange(0, 16, OUT_COLUMN)[None, None, :]
+    inside = (row < valid) & (head < count) & (column < 16)
+    gl.store(ptr + row * (HV * 64) + head * 64 + (COLUMN_BLOCK * 16 + column), block, mask=inside)
+
+
+@gluon.jit
+def _gate_and_store(ptr, x, gates, count, valid, HV: gl.constexpr, ROW_BLOCK: gl.constexpr, COLUMN_BLOCK: gl.constexpr):
     """Gamma * X of one block, rounded once; the difference of a diagonal block's upper half may overflow exp."""
     G_row = gates.index(ROW_BLOCK).load(gl.SliceLayout(2, MMA))
     G_column = gates.index(COLUMN_BLOCK).load(gl.SliceLayout(1, MMA))
@@ -132,23 +150,23 @@ def _gate_and_store(out, x, gates, ROW_BLOCK: gl.constexpr, COLUMN_BLOCK: gl.con
         rows = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, MMA)))
         columns = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, MMA)))
         gated = gl.where(rows[None, :, None] > columns[None, None, :], gated, 0.0)
-    out.index(ROW_BLOCK * 4 + COLUMN_BLOCK).store(gated.to(out.dtype))
+    gated = gl.convert_layout(gated.to(ptr.dtype.element_ty), OUT)
+    _store(ptr, gated, count, valid, HV, ROW_BLOCK, COLUMN_BLOCK)
 
 
 @gluon.jit
-def merge_blocks(out, solved, blocks, gates, betas):
-    """Every block of Gamma X into `out`."""
+def _diagonal(solved, betas, J: gl.constexpr, none):
+    """X_JJ D_J, loaded for each product: `none` is 0, but the compiler, which would keep it, does not know."""
+    beta = betas.index(J + none).load(gl.SliceLayout(1, LEFT))
+    return solved.index(J + none).load(LEFT) * beta[:, None, :]
+
+
+@gluon.jit
+def merge_blocks(ptr, solved, blocks, gates, betas, count, valid, HV: gl.constexpr):
+    """Every block of Gamma X to memory: in shared memory they would leave room for three CTAs, not four."""
     solved = reinterpret(solved, gl.float32, [4, 4, 16, 16], FP32_TILES)
-    scaled = ()
-    for r in gl.static_range(4):
-        beta = betas.index(r).load(gl.SliceLayout(1, LEFT))
-        scaled = scaled + (solved.index(r).load(LEFT) * beta[:, None, :],)
-    for r in gl.static_range(4):
-        _gate_and_store(out, solved.index(r).load(MMA), gates, r, r)
-        for c in gl.static_range(r + 1, 4):
-            out.index(r * 4 + c).store(gl.zeros([4, 16, 16], out.dtype, MMA))
-    # lefts[r][n]: X_rJ D_J for J = r - n.
-    lefts = ((scaled[0],), (scaled[1],), (scaled[2],), (scaled[3],))
+    # lefts[r][n]: X_rJ D_J for J = r - 1 - n.
+    lefts = ((), (), (), ())
     for c in gl.static_range(2, -1, -1):
         beta_row = betas.index(c).load(gl.SliceLayout(2, RIGHT))
         beta_column = betas.index(c).load(gl.SliceLayout(1, MMA))
@@ -166,8 +184,11 @@ def merge_blocks(out, solved, blocks, gates, betas):
             high = gl.expand_dims(high, 0).broadcast_to([4, 16, 16])
             updated = ()
             for r in gl.static_range(c + 1, 4):
-                if r >= J:
-                    updated = updated + (_multiply(lefts[r][r - J], high, low, totals[r - c - 1]),)
+                if r == J:
+                    left = _diagonal(solved, betas, J, valid >> (9 - c))
+                    updated = updated + (_multiply(left, high, low, totals[r - c - 1]),)
+                elif r > J:
+                    updated = updated + (_multiply(lefts[r][r - J - 1], high, low, totals[r - c - 1]),)
                 else:
                     updated = updated + (totals[r - c - 1],)
             totals = updated
@@ -176,8 +197,12 @@ def merge_blocks(out, solved, blocks, gates, betas):
             if r > c:
                 R = totals[r - c - 1]
                 x = -_multiply(gl.convert_layout(R, LEFT), inverse_high, inverse_low, R)
-                _gate_and_store(out, x, gates, r, c)
+                _gate_and_store(ptr, x, gates, count, valid, HV, r, c)
                 grown = grown + (lefts[r] + (gl.convert_layout(x * beta_column[:, None, :], LEFT),),)
             else:
                 grown = grown + (lefts[r],)
         lefts = grown
+    for r in gl.static_range(4):
+        _gate_and_store(ptr, solved.index(r).load(MMA), gates, count, valid, HV, r, r)
+        for c in gl.static_range(r + 1, 4):
+            _store(ptr, gl.zeros([4, 16, 16], ptr.dtype.element_ty, OUT), count, valid, HV, r, c)

@@ -15,13 +15,9 @@ from .inverse_hopper import (
     FP32_HEADS,
     FP32_TILE,
     FP32_TILES,
-    HALF_GRID,
-    HALF_TILES,
-    OUT,
     PLAIN_2D,
     PLAIN_3D,
     exp,
-    keep,
     merge_blocks,
     reinterpret,
     solve_diagonals,
@@ -32,16 +28,20 @@ copy_in = getattr(async_copy, "async_load", None) or async_copy.async_copy_globa
 
 WIDE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 LOAD = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-STORE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+# P as it is stored, 32 bytes of a row by four lanes: neighbours have exchanged two columns for two.
+STORE = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32]],
+        [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, 64],
+    )
+)
 # [head, row]: one warp to a head, two rows a lane.
 GATE = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]))
 TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-OUT_ROW_BLOCK = gl.constexpr(keep(OUT.value, 5, 0))
-OUT_COLUMN_BLOCK = gl.constexpr(keep(OUT.value, 5, 1))
-OUT_HEAD = gl.constexpr(keep(OUT.value, 5, 2))
-OUT_ROW = gl.constexpr(keep(OUT.value, 5, 3))
-OUT_COLUMN = gl.constexpr(keep(OUT.value, 5, 4))
 
 
 @gluon.jit
@@ -120,18 +120,6 @@ def _store_table(ptr, beta, G, last, k_factor, q_factor, count):
     gl.store(at + 128, exp(last[:, None] - G) * k_row, mask=present)
     gl.store(at + 192, gamma * q_row, mask=present)
     gl.store(at + 256, G, mask=present)
-
-
-@gluon.jit
-def _store_x(ptr, tiles, count, valid, HV: gl.constexpr):
-    row_block = gl.arange(0, 4, OUT_ROW_BLOCK)[:, None, None, None, None]
-    column_block = gl.arange(0, 4, OUT_COLUMN_BLOCK)[None, :, None, None, None]
-    head = gl.arange(0, 4, OUT_HEAD)[None, None, :, None, None]
-    row = row_block * 16 + gl.arange(0, 16, OUT_ROW)[None, None, None, :, None]
-    column = column_block * 16 + gl.arange(0, 16, OUT_COLUMN)[None, None, None, None, :]
-    tile = reinterpret(tiles, tiles.dtype, [4, 4, 4, 16, 16], HALF_GRID)
-    at = row * (HV * 64) + head * 64 + column
-    gl.store(ptr + at, tile.load(OUT), mask=(row < valid) & (head < count) & (column < 64))
 
 
 @gluon.jit
@@ -231,7 +219,6 @@ def hopper_operands_kernel(
     causal = rows[:, None] >= columns[None, :]
     k_column = k_factor.load(gl.SliceLayout(0, WIDE))[None, :]
     scores = QK * q_factor.load(gl.SliceLayout(1, WIDE))[:, None] * k_column
-    p_tile = gl.allocate_shared_memory(dtype, [64, 64], TILE)
     out_rows = gl.arange(0, 64, gl.SliceLayout(1, STORE))[:, None]
     out_columns = gl.arange(0, 64, gl.SliceLayout(0, STORE))[None, :]
     for i in range(count):
@@ -239,10 +226,8 @@ def hopper_operands_kernel(
         G_column = G_heads.index(i).load(gl.SliceLayout(0, WIDE))[None, :]
         # exp may overflow above the diagonal, where it is not taken.
         P = gl.where(causal, scores * exp(G_row - G_column), 0.0)
-        p_tile.store(P.to(dtype))
-        gl.store(p_ptr + (chunk_head + i) * 4096 + out_rows * 64 + out_columns, p_tile.load(STORE))
+        P = gl.convert_layout(P.to(dtype), STORE)
+        gl.store(p_ptr + (chunk_head + i) * 4096 + out_rows * 64 + out_columns, P)
     if INVERSE:
         solved = gl.allocate_shared_memory(gl.float32, [4, 4, 16, 16], FP32_HEADS, solve_diagonals(diagonals, betas))
-        x_tiles = gl.allocate_shared_memory(dtype, [16, 4, 16, 16], HALF_TILES)
-        merge_blocks(x_tiles, solved, blocks, gates, betas)
-        _store_x(x_ptr + (start * HV + head) * 64, x_tiles, count, valid, HV)
+        merge_blocks(x_ptr + (start * HV + head) * 64, solved, blocks, gates, betas, count, valid, HV)

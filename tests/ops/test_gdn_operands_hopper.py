@@ -43,7 +43,7 @@ def compiled(
     signature = {n: "constexpr" if n in constants else kind(n) for n in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n].startswith("*")}
     source = GluonASTSource(kernel, signature, {(names.index(n),): v for n, v in constants.items()}, aligned)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "maxnreg": 168})
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "maxnreg": 128})
 
 
 def draw(H: int, HV: int, mode: str = "plain") -> dict[str, torch.Tensor]:
@@ -202,15 +202,15 @@ def test_a_broken_kernel_is_found(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("inverse", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_three_programs_share_a_multiprocessor(inverse: bool, tmp_path: Path) -> None:
+def test_four_programs_share_a_multiprocessor(inverse: bool, tmp_path: Path) -> None:
     binary = compiled(operands_hopper, 16, 48, inverse=inverse, l2norm=inverse)
     path = tmp_path / "kernel.cubin"
     path.write_bytes(binary.asm["cubin"])
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     usage = subprocess.run([str(tool), "-res-usage", str(path)], capture_output=True, text=True, check=True).stdout
-    assert int(re.search(r"REG:(\d+)", usage)[1]) <= 168
-    assert int(re.search(r"STACK:(\d+)", usage)[1]) == 0
-    assert binary.metadata.shared <= 233472 // 3 - 1024
+    assert int(re.search(r"REG:(\d+)", usage)[1]) <= 128
+    assert int(re.search(r"STACK:(\d+)", usage)[1]) <= 16
+    assert binary.metadata.shared <= 233472 // 4 - 1024
 
 
 def test_one_function_chooses_the_operand_kernel() -> None:

@@ -194,7 +194,7 @@ class Machine:
 
     def op_mul(self, op: list[str], x: list[str], mask: np.ndarray) -> None:
         if op[1] == "wide":
-            wide = {"u32": np.uint64, "s32": np.int64}[op[2]]
+            wide = {"u16": np.uint32, "s16": np.int32, "u32": np.uint64, "s32": np.int64}[op[2]]
             self.put(x[0], self.get(x[1], op[2]).astype(wide) * self.get(x[2], op[2]).astype(wide), mask)
         else:
             self.binary(op, x, mask, operator.mul)
