@@ -36,9 +36,11 @@ from .device_hopper import (
     locate,
     locate_piece,
     send_rows,
+    split_terms,
     start_staging,
     thread_barrier,
 )
+from .folding_hopper import fold, may_fold, thread_sum
 
 
 @gluon.jit
@@ -144,23 +146,26 @@ def walk(
                 copy_out(delta_desc, [((first + i) * 64 if SPAN else row) - 64, column], delta_tile)
         beta = rows_tiles.index(slot * 4).load(ACROSS)
         k_start = rows_tiles.index(slot * 4 + 1).load(ACROSS)
+        folds = may_fold(k_start, rows_tiles.index(slot * 4 + 2).load(ACROSS))
         V = v.permute((1, 0)).load(NARROW).to(gl.float32)
         if OUTPUT:
             KS = warpgroup_mma_wait(1, deps=[KS])
         else:
             KS = warpgroup_mma_wait(0, deps=[KS])
         E = V - k_start[None, :] * KS
-        left = gl.convert_layout((beta[None, :] * E).to(dtype), NARROW_LEFT)
-        delta = warpgroup_mma(left, x.permute((1, 0)), E, is_async=True)
+        high, missed = split_terms(beta[None, :] * E, dtype)
+        delta = warpgroup_mma(gl.convert_layout(high, NARROW_LEFT), x.permute((1, 0)), E, is_async=True)
         S = S * chunk_decay(rows_tiles.index(slot * 4 + 3))
-        to_end = beta * rows_tiles.index(slot * 4 + 2).load(ACROSS)
+        k_end = rows_tiles.index(slot * 4 + 2).load(ACROSS)
+        to_end = beta * k_end
+        missed = thread_sum(k_end[None, :] * missed)
         if OUTPUT:
             QS = warpgroup_mma_wait(1, deps=[QS])
             O = QS * starts.index(out_slot).load(ACROSS)[None, :]
         # Puts the ordinary reads of v and the row factors before the copies that overwrite them once released.
         fence_async_shared()
         delta = warpgroup_mma_wait(0, deps=[delta])
-        left = gl.convert_layout((to_end[None, :] * delta).to(dtype), WIDE_LEFT)
+        left = gl.convert_layout(fold(to_end[None, :] * delta, missed, folds, dtype), WIDE_LEFT)
         S = warpgroup_mma(left, k, S, is_async=True)
         delta_low = delta.to(dtype)
         if OUTPUT:
