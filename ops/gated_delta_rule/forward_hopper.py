@@ -40,7 +40,7 @@ from .device_hopper import (
     start_staging,
     thread_barrier,
 )
-from .folding_hopper import fold, may_fold, thread_sum
+from .folding_hopper import fold, halves, may_fold
 
 
 @gluon.jit
@@ -158,15 +158,19 @@ def walk(
         S = S * chunk_decay(rows_tiles.index(slot * 4 + 3))
         k_end = rows_tiles.index(slot * 4 + 2).load(ACROSS)
         to_end = beta * k_end
-        missed = thread_sum(k_end[None, :] * missed)
+        missed = k_end[None, :] * missed
         if OUTPUT:
             QS = warpgroup_mma_wait(1, deps=[QS])
             O = QS * starts.index(out_slot).load(ACROSS)[None, :]
         # Puts the ordinary reads of v and the row factors before the copies that overwrite them once released.
         fence_async_shared()
         delta = warpgroup_mma_wait(0, deps=[delta])
-        left = gl.convert_layout(fold(to_end[None, :] * delta, missed, folds, dtype), WIDE_LEFT)
-        S = warpgroup_mma(left, k, S, is_async=True)
+        # With what X has not seen of beta E.
+        front, back = halves(to_end[None, :] * delta - missed)
+        high, rest = split_terms(front, dtype)
+        S = warpgroup_mma(gl.convert_layout(high, WIDE_LEFT), k.slice(0, 32), S, is_async=True)
+        back = gl.convert_layout(fold(back, rest, folds, dtype), WIDE_LEFT)
+        S = warpgroup_mma(back, k.slice(32, 32), S, is_async=True)
         delta_low = delta.to(dtype)
         if OUTPUT:
             left = gl.convert_layout((beta[None, :] * delta).to(dtype), NARROW_LEFT)

@@ -34,7 +34,7 @@ def _language(machine: Machine, grid: int) -> types.SimpleNamespace:
         constexpr=lambda x: x, load=_load, store=_store, where=torch.where, exp=torch.exp, minimum=min, maximum=max,
         program_id=lambda axis: machine.program, num_programs=lambda axis: grid, cast=lambda x, dtype: x,
         convert_layout=lambda x, layout, assert_trivial=False: x, sum=torch.sum,
-        reshape=torch.reshape, max=torch.amax, inline_asm_elementwise=_assembly,
+        reshape=torch.reshape, max=torch.amax, permute=torch.permute, split=lambda x: x.unbind(-1), inline_asm_elementwise=_assembly,
         associative_scan=lambda x, axis, add, reverse: x.flip(axis).cumsum(axis).flip(axis),
         arange=lambda a, b, layout=None: torch.arange(a, b), static_range=range, zeros_like=torch.zeros_like,
         zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
