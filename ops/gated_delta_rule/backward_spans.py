@@ -101,9 +101,10 @@ def backward_in_spans(p: Problem, plan: SpanPlan, call: Call, buffers: Buffers, 
             _keep_starts(part, call, buffers, chains)
     if ends is not None:
         buffers = buffers._replace(table=buffers.table[: plan.rows], scores=buffers.scores[: plan.rows])
-    for i, (chains, legs) in enumerate(reversed(spans)):
-        carried, carry = _in_turn(buffers.carry, i)
+    carried, carry = buffers.carry.unbind(0)
+    for chains, legs in reversed(spans):
         _one_span(part, call, buffers, chains, Span(legs, buffers.starts, carried if ends is None else ends, carry))
+        carried, carry = carry, carried
 
 
 def _between_pieces(p: Problem, cut: int, call: Call, buffers: Buffers, arena: Arena) -> Tensor:
@@ -120,11 +121,6 @@ def _between_pieces(p: Problem, cut: int, call: Call, buffers: Buffers, arena: A
     return pieces.ends(call.do, call.dht)
 
 
-def _in_turn(carry: Tensor, i: int) -> tuple[Tensor, Tensor]:
-    first, second = carry.unbind(0)
-    return (second, first) if i % 2 else (first, second)
-
-
 def _tables(p: Problem, plan: SpanPlan, call: Call, out: Tensor) -> list[tuple[Documents, Documents]]:
     """Chains and legs of every span."""
     sizes = (p.documents, p.T, p.chunks_per_row, plan.length, plan.chains, plan.legs)
@@ -132,9 +128,9 @@ def _tables(p: Problem, plan: SpanPlan, call: Call, out: Tensor) -> list[tuple[D
         span_tables_kernel, plan.count, (call.cu, call.offsets, out, *sizes), p.device, LEG=configs.SPANS.leg,
         CUT=plan.cut or 0, VARLEN=p.varlen, BLOCK=128, num_warps=4,
     )  # fmt: skip
-    spans = []
+    spans, widths = [], plan.widths
     for row in out.unbind(0):
-        tokens, chunks, source, end, target, *legs = row.split(plan.widths)
+        tokens, chunks, source, end, target, *legs = row.split_with_sizes(widths)
         chains = Documents(plan.chains, tokens, chunks, source, end, target, plan.together)
         spans.append((chains, Documents(plan.legs, *legs)))
     return spans
