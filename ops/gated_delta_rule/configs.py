@@ -63,7 +63,6 @@ class SpanConfig(NamedTuple):
     most_bytes: the same where a span holds several documents, so that their chains fill the multiprocessors.
     fill: the part of the multiprocessors' time that has to be used for a span to hold no further document. Two CTAs on
         one walk no faster than one after the other (3.69 us a chunk for 1.62), so chains count by whole rounds.
-    beside: most chains of an adjoint walk beside which, on the multiprocessors it leaves, legs are replayed.
     """
 
     leg: int
@@ -71,12 +70,11 @@ class SpanConfig(NamedTuple):
     span_bytes: int
     most_bytes: int
     fill: float
-    beside: int
 
 
 # At (16, 48), K = V = 128, bf16, a span of one long document is 64 chunks, of shorter ones four documents (384 chains,
 # three rounds of 132); up to 183 chunks are one span.
-SPANS = SpanConfig(leg=32, alone_bytes=768 << 20, span_bytes=384 << 20, most_bytes=2304 << 20, fill=0.9, beside=104)
+SPANS = SpanConfig(leg=32, alone_bytes=768 << 20, span_bytes=384 << 20, most_bytes=2304 << 20, fill=0.9)
 
 
 def next_power_of_two(n: int) -> int:

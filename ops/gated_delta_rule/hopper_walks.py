@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,11 +32,14 @@ def aligned(t: Tensor | None) -> Tensor | None:
     return t if t is None or t.data_ptr() % 16 == 0 else t.clone()
 
 
-def stages(chains: int) -> dict[str, int]:
-    """Few chains: two stages of every tile. More chains than multiprocessors: one of those that only the output needs,
-    and half the registers, so that two CTAs share a multiprocessor. The order of sums, so every bit, is the same."""
-    alone = chains <= SM_COUNT
-    return {"STAGES": 2, "OUTPUT_STAGES": 2 if alone else 1, "num_warps": 4, "maxnreg": 152 if alone else 128}
+def stages(shared: bool) -> dict[str, int]:
+    """Two stages of every tile, or one of those that only the output needs and half the registers, so that two CTAs
+    share a multiprocessor. The order of sums, so every bit, is the same.
+
+    Sharing pays for a replay of more chains than multiprocessors (.60 for .73 ms at 8x4096, 48 heads), but not for what
+    reads or writes an output as well (forward .60 alone for .54, adjoint .84 for .67): the walks are bound by L2.
+    """
+    return {"STAGES": 2, "OUTPUT_STAGES": 1 if shared else 2, "num_warps": 4, "maxnreg": 128 if shared else 152}
 
 
 def forward_walk(
@@ -65,7 +67,8 @@ def forward_walk(
     launch(
         hopper_forward_kernel, chains, arguments, p.device, H=p.H, HV=p.HV, VARLEN=documents.cu is not None,
         HAS_H0=h0 is not None, STORE_HT=store_final, STORE_H=store_h, OUTPUT=output,
-        SPAN=documents.source is not None, LEG=leg, KIND=documents.kind, **stages(chains),
+        SPAN=documents.source is not None, LEG=leg, KIND=documents.kind,
+        **stages(not output and chains > SM_COUNT),
     )  # fmt: skip
 
 
@@ -73,31 +76,13 @@ def backward_walks(
     p: Problem, chunks: Chunks, documents: Documents, do: Tensor, dht: Tensor | None, h0: Tensor | None, dh: Tensor,
     dr: Tensor, dh0: Tensor, h: Tensor, delta: Tensor, *, store_dh0: bool, replay: bool, span: Span | None,
 ) -> None:  # fmt: skip
-    """See `walks.backward_walks`; the replay is a launch of its own, beside the adjoint one of few chains."""
-    few = documents.usual is not None and documents.usual * p.HV * 2 <= configs.SPANS.beside
-    side = torch.cuda.Stream(p.device) if replay and few and p.device.type == "cuda" else None
-    if side is not None:
-        side.wait_stream(torch.cuda.current_stream(p.device))
+    """See `walks.backward_walks`; the replay is a launch of its own."""
     _adjoint_walk(p, chunks, documents, do, dht, dh, dr, dh0, store_dh0, span)
     if replay:
-        # The adjoint walk, first in its stream, has its multiprocessors before the legs come: no other CTA fits beside
-        # one of its 142 KB. They take the multiprocessors that are left, and its own when it ends.
         legs, starts = (documents, None) if span is None else span[:2]
-        with contextlib.nullcontext() if side is None else torch.cuda.stream(side):
-            forward_walk(
-                p, chunks, legs, h0, dr, dh0, h, delta, store_final=False, store_h=True, output=False, starts=starts,
-                leg=0,
-            )  # fmt: skip
-    if side is not None:
-        torch.cuda.current_stream(p.device).wait_stream(side)
-
-
-def _side_by_side(documents: Documents) -> int:
-    """What the stages of an adjoint walk go by. Pieces come in rounds of one chain on each multiprocessor: 1.62 us a
-    chunk, where two at once take 3.69 each."""
-    if documents.kind != WHOLE:
-        return 1
-    return documents.count if documents.usual is None else documents.usual
+        forward_walk(
+            p, chunks, legs, h0, dr, dh0, h, delta, store_final=False, store_h=True, output=False, starts=starts, leg=0
+        )
 
 
 def _adjoint_walk(
@@ -125,7 +110,7 @@ def _adjoint_walk(
     launch(
         hopper_adjoint_kernel, chains, arguments, p.device, H=p.H, HV=p.HV, VARLEN=documents.cu is not None,
         HAS_DHT=dht is not None, STORE_DH0=store_dh0, SPAN=span is not None, KIND=documents.kind,
-        **stages(_side_by_side(documents) * p.HV * 2),
+        **stages(shared=False),
     )  # fmt: skip
 
 
