@@ -29,7 +29,7 @@ import ple_gdn
 from ple_gdn.ops.gated_delta_rule import configs
 
 PINNED_CUTS, PINNED_SPANS = configs.CUTS, configs.SPANS
-TINY_SPANS = configs.SpanConfig(leg=1, alone_bytes=0, span_bytes=0, most_bytes=0, fill=0.9, beside=0)
+TINY_SPANS = configs.SpanConfig(leg=1, alone_bytes=0, span_bytes=0)
 # Processes: dtype, width of keys and values. The first walks with the Gluon kernels.
 CLASSES = (("bfloat16", 128), ("float16", 128), ("bfloat16", 64), ("float32", 64))
 LENGTHS = {"pack": (330, 0, 1, 64, 65, 200), "unpacked": (450,)}

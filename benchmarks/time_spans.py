@@ -3,7 +3,7 @@
     python benchmarks/time_spans.py [--shapes 1x32768 ...] [--forms spans ...] [--out FILE]
 
 Forms change `ops/gated_delta_rule/configs.py`'s SPANS: "whole" has neither spans nor legs, "legs" has one span,
-"after" replays behind the adjoint walk and not beside it. The gradients of a form have to be those of "whole", bit for
+The gradients of a form have to be those of "whole", bit for
 bit, at every shape. Times are medians of events, the peak is of the last call, inputs included; the table comes last.
 """
 
@@ -35,14 +35,10 @@ SHAPES: dict[str, tuple[Any, int, int]] = {
 BASE = configs.SPANS
 FORMS = {
     "whole": BASE._replace(leg=1 << 20, alone_bytes=1 << 50),
-    "legs": BASE._replace(alone_bytes=1 << 50),
-    "legs after": BASE._replace(alone_bytes=1 << 50, beside=0),
     "spans": BASE,
-    "spans after": BASE._replace(beside=0),
-    "spans of one": BASE._replace(fill=0.7),
     "legs of 16": BASE._replace(leg=16),
-    "16 after": BASE._replace(leg=16, beside=0),
-    "wide spans": BASE._replace(span_bytes=2 * BASE.span_bytes),
+    "half spans": BASE._replace(span_bytes=BASE.span_bytes // 2),
+    "short spans": BASE._replace(span_bytes=BASE.span_bytes // 4),
 }
 
 

@@ -131,7 +131,7 @@ def _tables(p: Problem, plan: SpanPlan, call: Call, out: Tensor) -> list[tuple[D
     spans, widths = [], plan.widths
     for row in out.unbind(0):
         tokens, chunks, source, end, target, *legs = row.split_with_sizes(widths)
-        chains = Documents(plan.chains, tokens, chunks, source, end, target, plan.together)
+        chains = Documents(plan.chains, tokens, chunks, source, end, target)
         spans.append((chains, Documents(plan.legs, *legs)))
     return spans
 

@@ -59,22 +59,17 @@ class SpanConfig(NamedTuple):
 
     leg: chunks between two states that the forward keeps in save_mode "light": 3 MB at 48 heads.
     alone_bytes: what h, dh, delta, scores and row table of all chunks may take in one span.
-    span_bytes: past that, what they may take in a span.
-    most_bytes: the same where a span holds several documents, so that their chains fill the multiprocessors.
-    fill: the part of the multiprocessors' time that has to be used for a span to hold no further document. Two CTAs on
-        one walk no faster than one after the other (3.69 us a chunk for 1.62), so chains count by whole rounds.
+    span_bytes: past that there are two spans, or as many as keep each of them below this.
     """
 
     leg: int
     alone_bytes: int
     span_bytes: int
-    most_bytes: int
-    fill: float
 
 
-# At (16, 48), K = V = 128, bf16, a span of one long document is 64 chunks, of shorter ones four documents (384 chains,
-# three rounds of 132); up to 183 chunks are one span.
-SPANS = SpanConfig(leg=32, alone_bytes=768 << 20, span_bytes=384 << 20, most_bytes=2304 << 20, fill=0.9)
+# At (16, 48), K = V = 128, bf16, 72 chunks are one span and 288 the most in a span. Each costs a round of launches
+# and two fills of the walks' pipelines: at 32,768 tokens 8 spans take .3 ms longer than 2 (2,596 MiB at the peak for 3,399).
+SPANS = SpanConfig(leg=32, alone_bytes=320 << 20, span_bytes=1280 << 20)
 
 
 def next_power_of_two(n: int) -> int:

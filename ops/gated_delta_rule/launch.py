@@ -240,7 +240,7 @@ def launch_backward(
     replay = h.dim() == 1 or delta.dim() == 1
     plan = p.spans
     starts = h if h.dim() == 1 and h.numel() and not rebuild else None
-    in_spans = replay and (plan.count > 1 or starts is not None)
+    in_spans = replay and plan.count > 1
     buffers = Buffers.bind(p, plan, arena, starts) if in_spans else _buffers(p, arena, h, delta, replay)
     if p.documents == 0 or p.T == 0:
         for gradient in (dq, dk, dv, dg, dbeta):

@@ -9,7 +9,6 @@ that goes from one span to the next.
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 from ..varlen import CHUNK
@@ -21,7 +20,6 @@ class SpanPlan(NamedTuple):
 
     Attributes:
         rows: bound on the chunks of a span, which sizes its buffers.
-        together: documents, or pieces, that are usually walked side by side in a span.
         chains: bound on the documents, or parts of one, in a span.
         legs: bound on its legs.
         cut: chunks of the pieces that are its chains where documents are walked in pieces (`pieces.py`).
@@ -30,7 +28,6 @@ class SpanPlan(NamedTuple):
     length: int
     count: int
     rows: int
-    together: int
     chains: int
     legs: int
     cut: int | None
@@ -57,17 +54,6 @@ def chunk_bytes(HV: int, K: int, V: int, itemsize: int) -> int:
     return HV * (itemsize * (2 * K * V + CHUNK * V + CHUNK * CHUNK) + 4 * 5 * CHUNK)
 
 
-@functools.lru_cache(maxsize=1024)
-def _together(documents: int, chains: int, enough: float) -> int:
-    """Documents of so many chains that fill the multiprocessors: the fewest, or the fewest that fill them best."""
-
-    def fill(count: int) -> float:
-        return count * chains / (-(-count * chains // configs.SM_COUNT) * configs.SM_COUNT)
-
-    counts = range(1, documents + 1)
-    return next((n for n in counts if fill(n) >= enough), max(counts, key=fill, default=1))
-
-
 def plan_spans(
     tokens: int, documents: int, chunks: int, HV: int, K: int, V: int, itemsize: int, cut: int | None = None
 ) -> SpanPlan:  # fmt: skip
@@ -79,25 +65,20 @@ def plan_spans(
     step = leg if cut is None else cut  # spans begin at pieces
     chunks = min(chunks, (tokens + (CHUNK - 1) * documents) // CHUNK)
     each = chunk_bytes(HV, K, V, itemsize)
-    chains = HV * -(-V // configs.select(itemsize, K, V).scan.BV)
-    round_ = max(configs.SM_COUNT // chains, 1)  # pieces for one chain on each multiprocessor
-    together = _together(min(int(documents), configs.SM_COUNT), chains, config.fill)
     if chunks * each <= config.alone_bytes:
         length = chunks
     else:
-        wanted = -(-together * -(-chunks // documents) // leg) * leg if together > 1 else 0
-        wanted = max(min(wanted, config.most_bytes // each), config.span_bytes // each)
-        if cut is not None:  # pieces are side by side, whatever the documents: in whole rounds
-            pieces = config.alone_bytes // each // cut
-            wanted = cut * (pieces - pieces % round_ if pieces > round_ else pieces)
-        length = max(wanted // step, 1) * step
+        # Pieces are side by side, whatever the documents: in whole rounds of one chain a multiprocessor.
+        chains = HV * -(-V // configs.select(itemsize, K, V).scan.BV)
+        round_ = step * max(configs.SM_COUNT // chains, 1) if cut is not None else step
+        length = -(-chunks // 2)
+        length = min(-(-length // round_) * round_, max(config.span_bytes // each // round_ * round_, step))
     if length >= chunks:
         length, count, rows = max(chunks, 1), 1, chunks
     else:
         count, rows = -(-chunks // length), length + (step - 1 if documents > 1 else 0)
     if cut is not None:
         pieces, legs = (-(-length // n) if documents == 1 else min(documents, rows) + rows // n for n in (cut, leg))
-        return SpanPlan(length, count, rows, min(-(-length // cut), round_), pieces, legs, cut)
+        return SpanPlan(length, count, rows, pieces, legs, cut)
     legs = -(-length // leg) if documents == 1 else min(documents, length) + length // leg
-    together = max(together, length * documents // max(chunks, 1))
-    return SpanPlan(length, count, rows, min(together, documents, rows), min(documents, rows), legs, None)
+    return SpanPlan(length, count, rows, min(documents, rows), legs, None)

@@ -41,8 +41,7 @@ class Documents(NamedTuple):
     """How many there are, their boundaries and chunk offsets on the device: None for the rows of a batch.
 
     Parts of a span are documents too, with lists of whose their states are (`span_tables`): `source` for a forward walk
-    and `end` where it keeps start states, `end` and `target` for an adjoint one. `count` bounds them then, and `usual`
-    is how many there are in most spans.
+    and `end` where it keeps start states, `end` and `target` for an adjoint one. `count` bounds them then.
 
     Pieces of documents (`pieces.py`): how many slots, a table instead of boundaries, the start states and the adjoints
     of the end states by slot [slots, HV, K, V] fp32, which a summary writes.
@@ -54,7 +53,6 @@ class Documents(NamedTuple):
     source: Tensor | None = None
     end: Tensor | None = None
     target: Tensor | None = None
-    usual: int | None = None
     kind: int = WHOLE
     table: Tensor | None = None
     states: Tensor | None = None

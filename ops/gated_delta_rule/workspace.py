@@ -106,7 +106,7 @@ class Sizes(NamedTuple):
             return None
         shape = (self.HV, self.K, self.V, self.e)
         plan = plan_spans(self.T, self.documents, self.NC, *shape, self.cut(device))
-        return plan if plan.count > 1 or (phase == "backward_kept" and start_count(self.T) > 0) else None
+        return plan if plan.count > 1 else None
 
     @property
     def documents(self) -> Any:

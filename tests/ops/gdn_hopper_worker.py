@@ -112,7 +112,7 @@ def measure_spans(lengths: tuple[int, ...], seed: int) -> dict[str, list[float]]
     case = make_case(lengths, dtype=torch.float16, heads=1, value_heads=1, key_width=128, value_width=128)
     emulate(seed)
     kept, expected = run(case, True, "full"), oracle(case, 128**-0.5, True)
-    configs.SPANS = configs.SpanConfig(leg=1, alone_bytes=0, span_bytes=0, most_bytes=0, fill=0.9, beside=0)
+    configs.SPANS = configs.SpanConfig(leg=1, alone_bytes=0, span_bytes=0)
     light, replayed = run(case, True, "light"), run(case, True, "none")
     for name in NAMES:
         assert torch.equal(light[name], kept[name]), name
@@ -132,7 +132,7 @@ def measure_pieces(lengths: tuple[int, ...], seed: int, heads: int, value_heads:
     whole = run(case, True, "light")
     configs.CUTS = ((1 << 30, 1),)
     cut = run(case, True, "light")
-    configs.SPANS = configs.SpanConfig(leg=1, alone_bytes=0, span_bytes=0, most_bytes=0, fill=0.9, beside=0)
+    configs.SPANS = configs.SpanConfig(leg=1, alone_bytes=0, span_bytes=0)
     last = case._replace(**{name: getattr(case, name)[:, case.boundaries[-2] : case.boundaries[-1]] for name in TOKENS})
     states = {name: getattr(case, name)[-1:] for name in ("initial_state", "dfinal_state")}
     alone = run(last._replace(**states, boundaries=(0, lengths[-1])), True, "light")

@@ -44,7 +44,7 @@ def bound_by_a_run(case: Case, save_mode: str) -> tuple[int, int]:
 
 
 # A leg for every chunk, one or two chunks a span.
-SHORT = configs.SpanConfig(leg=1, alone_bytes=0, span_bytes=0, most_bytes=0, fill=0.9, beside=0)
+SHORT = configs.SpanConfig(leg=1, alone_bytes=0, span_bytes=0)
 
 
 @pytest.fixture(params=[configs.SPANS, SHORT], ids=["whole", "in spans"])
