@@ -68,7 +68,7 @@ class SpanConfig(NamedTuple):
 
 
 # At (16, 48), K = V = 128, bf16, 72 chunks are one span and 288 the most in a span. Each costs a round of launches
-# and two fills of the walks' pipelines: at 32,768 tokens 8 spans take .3 ms longer than 2 (2,596 MiB at the peak for 3,399).
+# and two fills of the walks' pipelines: at 32,768 tokens 8 take .3 ms longer than 2 (2,596 MiB at the peak for 3,399).
 SPANS = SpanConfig(leg=32, alone_bytes=320 << 20, span_bytes=1280 << 20)
 
 

@@ -8,12 +8,11 @@ import torch
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from ..triton_launch import Box, TensorMap, launch
-from . import configs
 from .adjoint_hopper import hopper_adjoint_kernel
 from .configs import MAP_TERMS, SM_COUNT
 from .forward_hopper import hopper_forward_kernel
 from .map_hopper import hopper_map_kernel
-from .walks import SUMMARIES, WHOLE
+from .walks import SUMMARIES
 
 if TYPE_CHECKING:
     from .launch import Problem

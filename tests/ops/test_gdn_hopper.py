@@ -218,6 +218,8 @@ def compiled(kernel: object, constants: dict, maxnreg: int, tmp_path: Path) -> t
 OUT = {"HAS_H0": True, "STORE_HT": True, "STORE_H": False, "OUTPUT": True, "SPAN": False, "LEG": 0, "KIND": 0}
 REPLAY = {**OUT, "STORE_HT": False, "STORE_H": True, "OUTPUT": False}
 END = {"HAS_DHT": True, "STORE_DH0": True, "SPAN": False, "KIND": 0}
+
+
 @gluon.jit
 def split_kernel(x_ptr, high_ptr, rest_ptr):
     at = gl.arange(0, 64, gl.SliceLayout(1, ROWS))[:, None] * 64 + gl.arange(0, 64, gl.SliceLayout(0, ROWS))[None, :]
