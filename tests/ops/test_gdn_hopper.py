@@ -39,6 +39,7 @@ PACKAGE = "ple_gdn.ops.gated_delta_rule"
         ("70,0", "segments", (1, 1), True),
         ("70,0,65", "spans", (1, 1), True),
         ("66,0,194", "pieces", (1, 1), True),
+        ("130,65", "equal_keys", (1, 2), True),
         pytest.param("130,0,64,257", "pieces", (1, 2), True, marks=pytest.mark.slow),
         pytest.param("193,0,1,64,128,63", "light", (1, 2), True, marks=pytest.mark.slow),
         pytest.param("3,66", "light", (2, 6), False, marks=pytest.mark.slow),
@@ -54,7 +55,8 @@ def test_the_emulated_kernels_are_as_exact_as_the_plain_ones(
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-2000:]
     for name, (plain, ours) in json.loads(run.stdout.splitlines()[-1]).items():
-        assert ours <= 1.02 * plain + 1e-5, name
+        # The plain update has two 16-bit terms, the Hopper one folds what the second would hold.
+        assert ours <= 1.05 * plain + (1e-4 if name in ("final_state", "h", "delta") else 1e-5), name
         assert ours <= 1e-3, name
 
 
@@ -81,7 +83,7 @@ def rebuilt(module: object, folder: Path, *changes: str) -> object:
         assert old in source, old
         source = source.replace(old, new, 1)
     path = folder / "mutant.py"
-    path.write_text(source.replace("from .device", f"from {PACKAGE}.device"))
+    path.write_text(re.sub(r"from \.(?=device|folding)", f"from {PACKAGE}.", source))
     spec = importlib.util.spec_from_file_location("mutant", path)
     mutant = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(mutant)
@@ -157,7 +159,7 @@ FORWARD = {
         "mbarrier.init(output_full.index(slot), count=2)",
     ),
     "a type": (LAST_WAIT, LAST_WAIT.removesuffix(".to(dtype)")),
-    "a shape": ("S = warpgroup_mma(left, k, S", "S = warpgroup_mma(left, k.permute((1, 0)), S"),
+    "a shape": ("S = warpgroup_mma(back, k.slice(32, 32), S", "S = warpgroup_mma(back, k.slice(32, 16), S"),
 }
 DR_WAIT = "dS, dR = warpgroup_mma_wait(0, deps=[dS, dR])"
 ADJOINT = {
@@ -262,14 +264,23 @@ FORMS = {
     "adjoint of pieces": (adjoint_hopper, {**END, "KIND": 1}),
     "adjoint summary of pieces": (adjoint_hopper, {**END, "STORE_DH0": False, "KIND": 2}),
 }
-QUICK = ("forward", "forward of pieces")
+QUICK = (("forward", False), ("forward of pieces", False), ("replay of a span", True))
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["alone", "two on a multiprocessor"])
-@pytest.mark.parametrize("form", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in FORMS])
+SHARED = [(form, True) for form, (_, flags) in FORMS.items() if not flags.get("OUTPUT", True)]
+
+
+@pytest.mark.parametrize(
+    ("form", "shared"),
+    [
+        pytest.param(form, shared, marks=() if (form, shared) in QUICK else pytest.mark.slow)
+        for form, shared in [*((form, False) for form in FORMS), *SHARED]
+    ],
+)
 def test_the_walks_fit_a_multiprocessor_and_run_their_products_in_parallel(
     form: str, shared: bool, tmp_path: Path
 ) -> None:
+    """`shared`: two CTAs on one."""
     module, flags = FORMS[form]
     kernel = module.hopper_forward_kernel if module is forward_hopper else module.hopper_adjoint_kernel
     heads = {"H": 16, "HV": 48, "VARLEN": True, "STAGES": 2, "OUTPUT_STAGES": 1 if shared else 2}
@@ -278,7 +289,7 @@ def test_the_walks_fit_a_multiprocessor_and_run_their_products_in_parallel(
     absent += ["dh_desc", "dr_desc"] if module is adjoint_hopper and flags["KIND"] == 2 else []
     constants = {**heads, **flags, **dict.fromkeys(absent)}
     size, report = compiled(kernel, constants, 128 if shared else 152, tmp_path)
-    assert size <= (115712 if shared and form != "full" else 232448)
+    assert size <= (115712 if shared else 232448)
     assert not re.search(r"C75\d\d|serialized", report), report
     assert int(re.search(r"(\d+) bytes spill stores", report)[1]) <= 96
 
