@@ -50,25 +50,16 @@ VECTORS = gl.constexpr(16)
 
 
 @gluon.jit
-def locate_rows(chunk, cu_ptr, offsets_ptr, documents, T, chunks_per_row, VARLEN: gl.constexpr):
-    """First row and valid rows of a chunk, as int32; the search of device.locate_chunk."""
-    if VARLEN:
-        low = chunk * 0
-        high = low + documents
-        while high - low > 1:
-            middle = (low + high) // 2
-            if gl.load(offsets_ptr + middle) <= chunk:
-                low = middle
-            else:
-                high = middle
-        row = gl.load(cu_ptr + low).to(gl.int32) + (chunk - gl.load(offsets_ptr + low).to(gl.int32)) * 64
-        valid = gl.minimum(gl.load(cu_ptr + low + 1).to(gl.int32) - row, 64)
-    else:
-        batch = chunk // chunks_per_row
-        inner = (chunk - batch * chunks_per_row) * 64
-        row = batch * T + inner
-        valid = gl.minimum(T - inner, 64)
-    return row, valid
+def located(locations, barriers, step, LAYOUT: gl.constexpr):
+    """First row and valid rows of the item whose first head is this one, put down by the copying warp.
+
+    They are part of that head's rows: written before the arrival that this waits for, which releases them as the wait
+    acquires them (ordinary stores and loads, one proxy: no fence), read before the slot is released.
+    """
+    slot = step % 2
+    mbarrier.wait(barriers.index(ROWS_FULL + slot), step // 2 & 1)
+    location = locations.index(slot)
+    return gl.sum(location.slice(0, 1).load(LAYOUT), 0), gl.sum(location.slice(16, 1).load(LAYOUT), 0)
 
 
 @gluon.jit
@@ -139,10 +130,9 @@ def store_gradient(
 
 @gluon.jit
 def query_side(
-    do_tiles, delta_tiles, h_tile, dh_tile, q_tile, k_tile, pair_tiles, rows_tiles, vectors, barriers,
-    k_rstd_ptr, qscale_ptr, cu_ptr, offsets_ptr, dq_ptr,
-    inverse_scale, documents, T, chunks_per_row, first, items, programs,
-    H: gl.constexpr, HV: gl.constexpr, VARLEN: gl.constexpr, L2NORM: gl.constexpr,
+    do_tiles, delta_tiles, h_tile, dh_tile, q_tile, k_tile, pair_tiles, rows_tiles, vectors, locations,
+    barriers, k_rstd_ptr, qscale_ptr, dq_ptr,
+    inverse_scale, first, items, programs, H: gl.constexpr, HV: gl.constexpr, L2NORM: gl.constexpr,
 ):  # fmt: skip
     """dq = gamma dO h^T + D K over the heads; D, its shares of dG, <h, dh> and the diagonal for dk's side."""
     GROUP: gl.constexpr = HV // H
@@ -152,7 +142,7 @@ def query_side(
         turn = (item - first) // programs
         chunk = item // H
         qk_head = item - chunk * H
-        row, valid = locate_rows(chunk, cu_ptr, offsets_ptr, documents, T, chunks_per_row, VARLEN)
+        row, valid = located(locations, barriers, step, DOWN)
         if valid < 64:
             mbarrier.wait(barriers.index(QK_FULL), turn & 1)
             clear_rows(q_tile.index(0), valid, 128)
@@ -231,10 +221,9 @@ def query_side(
 
 @gluon.jit
 def key_side(
-    dr_tiles, delta_tiles, h_tile, dh_tile, q_tile, k_tile, pair_tiles, own_tile, rows_tiles, vectors, barriers,
-    k_rstd_ptr, qscale_ptr, cu_ptr, offsets_ptr, dk_ptr,
-    documents, T, chunks_per_row, first, items, programs,
-    H: gl.constexpr, HV: gl.constexpr, VARLEN: gl.constexpr, L2NORM: gl.constexpr,
+    dr_tiles, delta_tiles, h_tile, dh_tile, q_tile, k_tile, pair_tiles, own_tile, rows_tiles, vectors, locations,
+    barriers, k_rstd_ptr, qscale_ptr, dk_ptr,
+    first, items, programs, H: gl.constexpr, HV: gl.constexpr, L2NORM: gl.constexpr,
 ):  # fmt: skip
     """dk = M K - gamma beta dR h^T + M^T K + D^T Q + decayed beta delta dh^T over the heads; shares of dG, dbeta."""
     GROUP: gl.constexpr = HV // H
@@ -245,7 +234,7 @@ def key_side(
         turn = (item - first) // programs
         chunk = item // H
         qk_head = item - chunk * H
-        row, valid = locate_rows(chunk, cu_ptr, offsets_ptr, documents, T, chunks_per_row, VARLEN)
+        row, valid = located(locations, barriers, step, DOWN)
         if valid < 64:
             # Once for each partial chunk. The next one is cleared only after this side has released q and k.
             mbarrier.wait(barriers.index(QK_CLEARED), partial & 1)
@@ -321,8 +310,8 @@ def key_side(
 
 @gluon.jit
 def finish_heads(
-    dr_tiles, rows_tiles, vectors, barriers, cu_ptr, offsets_ptr, dv_ptr, dg_ptr, dbeta_ptr,
-    documents, T, chunks_per_row, first, items, programs, H: gl.constexpr, HV: gl.constexpr, VARLEN: gl.constexpr,
+    dr_tiles, rows_tiles, vectors, locations, barriers, dv_ptr, dg_ptr, dbeta_ptr,
+    first, items, programs, H: gl.constexpr, HV: gl.constexpr,
 ):  # fmt: skip
     """Two warps: dV = beta dR; dg from the sides' shares; dbeta. Latencies that no product waits for."""
     GROUP: gl.constexpr = HV // H
@@ -332,7 +321,7 @@ def finish_heads(
     step = 0
     for item in range(first, items, programs):
         chunk = item // H
-        row, valid = locate_rows(chunk, cu_ptr, offsets_ptr, documents, T, chunks_per_row, VARLEN)
+        row, valid = located(locations, barriers, step, LINE)
         for member in range(GROUP):
             slot = step % 2
             table = slot * 5

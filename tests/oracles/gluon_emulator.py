@@ -26,7 +26,7 @@ class Slot:
 
     def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.name = name
-        self.data = torch.full(shape, float("nan")).to(dtype) if dtype.is_floating_point else torch.zeros(shape)
+        self.data = torch.full(shape, float("nan") if dtype.is_floating_point else -1, dtype=dtype)
         self.written: tuple[str, int] | None = None
         self.reads: dict[str, int] = {}
         self.busy: list[str] = []
