@@ -53,8 +53,9 @@ VECTORS = gl.constexpr(16)
 def located(locations, barriers, step, LAYOUT: gl.constexpr):
     """First row and valid rows of the item whose first head is this one, put down by the copying warp.
 
-    They are part of that head's rows: written before the arrival that this waits for, which releases them as the wait
-    acquires them (ordinary stores and loads, one proxy: no fence), read before the slot is released.
+    They and the item's factors are part of that head's rows: written before the arrival that this waits for, which
+    releases them as the wait acquires them (ordinary stores and loads, one proxy: no fence), read before the slot is
+    released.
     """
     slot = step % 2
     mbarrier.wait(barriers.index(ROWS_FULL + slot), step // 2 & 1)
@@ -101,12 +102,6 @@ def diagonal_of(scores, valid):
 
 
 @gluon.jit
-def load_factor(ptr, row, valid, H: gl.constexpr):
-    rows = gl.arange(0, 64, DOWN)
-    return gl.load(ptr + row * H + rows * H, mask=rows < valid, other=0.0)
-
-
-@gluon.jit
 def store_gradient(
     out_ptr, total, tile, other, shares, norm, released, row, valid, STRIDE: gl.constexpr, L2NORM: gl.constexpr
 ):
@@ -131,7 +126,7 @@ def store_gradient(
 @gluon.jit
 def query_side(
     do_tiles, delta_tiles, h_tile, dh_tile, q_tile, k_tile, pair_tiles, rows_tiles, vectors, locations,
-    barriers, k_rstd_ptr, qscale_ptr, dq_ptr,
+    factors, barriers, dq_ptr,
     inverse_scale, first, items, programs, H: gl.constexpr, HV: gl.constexpr, L2NORM: gl.constexpr,
 ):  # fmt: skip
     """dq = gamma dO h^T + D K over the heads; D, its shares of dG, <h, dh> and the diagonal for dk's side."""
@@ -148,8 +143,8 @@ def query_side(
             clear_rows(q_tile.index(0), valid, 128)
             clear_rows(k_tile.index(0), valid, 128)
             mbarrier.arrive(barriers.index(QK_CLEARED), count=1)
-        qscale = load_factor(qscale_ptr + qk_head, row, valid, H)
-        k_rstd = load_factor(k_rstd_ptr + qk_head, row, valid, H)
+        qscale = factors.index(step % 2 * 2).load(DOWN)
+        k_rstd = factors.index(step % 2 * 2 + 1).load(DOWN)
         vectors.index(VECTORS).store(k_rstd)
         total = gl.zeros([64, 128], gl.float32, WIDE)
         same = gl.zeros([64], gl.float32, DOWN)
@@ -222,7 +217,7 @@ def query_side(
 @gluon.jit
 def key_side(
     dr_tiles, delta_tiles, h_tile, dh_tile, q_tile, k_tile, pair_tiles, own_tile, rows_tiles, vectors, locations,
-    barriers, k_rstd_ptr, qscale_ptr, dk_ptr,
+    factors, barriers, dk_ptr,
     first, items, programs, H: gl.constexpr, HV: gl.constexpr, L2NORM: gl.constexpr,
 ):  # fmt: skip
     """dk = M K - gamma beta dR h^T + M^T K + D^T Q + decayed beta delta dh^T over the heads; shares of dG, dbeta."""
@@ -239,8 +234,8 @@ def key_side(
             # Once for each partial chunk. The next one is cleared only after this side has released q and k.
             mbarrier.wait(barriers.index(QK_CLEARED), partial & 1)
             partial += 1
-        qscale = load_factor(qscale_ptr + qk_head, row, valid, H)
-        k_rstd = load_factor(k_rstd_ptr + qk_head, row, valid, H)
+        qscale = factors.index(step % 2 * 2).load(DOWN)
+        k_rstd = factors.index(step % 2 * 2 + 1).load(DOWN)
         vectors.index(VECTORS + 1).store(k_rstd)
         total = gl.zeros([64, 128], gl.float32, WIDE)
         same = gl.zeros([64], gl.float32, DOWN)

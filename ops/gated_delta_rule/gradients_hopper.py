@@ -1,12 +1,12 @@
 """Chunk-parallel gradients for Hopper in Gluon: what `gradients.gradient_kernel` computes, 16-bit, K = V = 128.
 
 A CTA stays on its multiprocessor and takes one (chunk, q/k head) after the other, the value heads of each in turn. One
-warp copies, and locates the rows for all: in the others' way the search took 2,000 of an item's 34,000 cycles. One
-warpgroup has dO, q and dq, the other dR, k and dk (`gradient_sides_hopper.py`): both weigh their score gradients
-(D = dO delta^T, M = dR delta^T) in registers. These are left operands in shared memory, as they stand and transposed:
-kept in registers they would be spilled. Two warps turn dR into dV and sum dg. Accumulators carry every row factor
-(qscale of dq, kappa of dk), so that heads, pairs and states add to one, and the derivative of the l2norm needs no
-division.
+warp copies, and locates the rows and loads the factors of q and k for the others: there the search alone took 2,000 of
+an item's 34,000 cycles. One warpgroup has dO, q and dq, the other dR, k and dk (`gradient_sides_hopper.py`): both weigh
+their score gradients (D = dO delta^T, M = dR delta^T) in registers. These are left operands in shared memory, as they
+stand and transposed: kept in registers they would be spilled. Two warps turn dR into dV and sum dg. Accumulators carry
+every row factor (qscale of dq, kappa of dk), so that heads, pairs and states add to one, and the derivative of the
+l2norm needs no division.
 
 A box of 64 rows may cross the end of a document: rows of q and k past it are cleared, for they are summed over; rows of
 dO, dR and delta only reach rows of results that are masked.
@@ -37,6 +37,7 @@ from .gradient_sides_hopper import (
 SECOND = gl.constexpr(1 << 2 | 1 << 5 | 1 << 8 | 1 << 9 | 1 << 12 | 1 << 13)
 THIRD = gl.constexpr(1 << 8 | 1 << 9)
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
+PAIR = gl.constexpr(gl.BlockedLayout([2], [32], [1], [0]))
 
 
 @gluon.jit
@@ -62,10 +63,16 @@ def locate_rows(chunk, cu_ptr, offsets_ptr, documents, T, chunks_per_row, VARLEN
 
 
 @gluon.jit
+def load_factor(ptr, row, valid, H: gl.constexpr):
+    rows = gl.arange(0, 64, PAIR)
+    return gl.load(ptr + row * H + rows * H, mask=rows < valid, other=0.0)
+
+
+@gluon.jit
 def feed_gradients(
     do_desc, dr_desc, delta_desc, h_desc, dh_desc, q_desc, k_desc, rows_desc,
-    do_tiles, dr_tiles, delta_tiles, h_tile, dh_tile, q_tile, k_tile, rows_tiles, locations, barriers,
-    cu_ptr, offsets_ptr, documents, T, chunks_per_row, first, items, programs,
+    do_tiles, dr_tiles, delta_tiles, h_tile, dh_tile, q_tile, k_tile, rows_tiles, locations, factors, barriers,
+    k_rstd_ptr, qscale_ptr, cu_ptr, offsets_ptr, documents, T, chunks_per_row, first, items, programs,
     H: gl.constexpr, HV: gl.constexpr, VARLEN: gl.constexpr, SPAN: gl.constexpr,
 ):  # fmt: skip
     """The copying warp. q and k come last of their chunk's first tiles: they are released and needed last."""
@@ -78,6 +85,8 @@ def feed_gradients(
         chunk = item // H
         qk_head = item - chunk * H
         row, location = next_row, gl.where(lanes < 16, next_row, next_valid).to(gl.int32)
+        qscale = load_factor(qscale_ptr + qk_head, row, next_valid, H)
+        k_rstd = load_factor(k_rstd_ptr + qk_head, row, next_valid, H)
         # The next item's, its loads beside this one's waits. Past the last item, in the last document, it is not used.
         next_chunk = (item + programs) // H
         next_row, next_valid = locate_rows(next_chunk, cu_ptr, offsets_ptr, documents, T, chunks_per_row, VARLEN)
@@ -87,9 +96,11 @@ def feed_gradients(
             slot = step % 2
             full = barriers.index(ROWS_FULL + slot)
             mbarrier.wait(barriers.index(ROWS_EMPTY + slot), (step // 2 & 1) ^ 1)
-            # Every lane has stored before one arrives: the location goes with the head's rows.
+            # Every lane has stored before one arrives: location and factors go with the head's rows.
             if member == 0:
                 locations.index(slot).store(location)
+                factors.index(slot * 2).store(qscale)
+                factors.index(slot * 2 + 1).store(k_rstd)
                 thread_barrier()
             mbarrier.expect(full, 3 * 64 * 128 * 2 + 5 * 64 * 4)
             copy_in(delta_desc, [chunk * 64 if SPAN else row, head * 128], full, delta_tiles.index(slot))
@@ -141,6 +152,7 @@ def hopper_gradient_kernel(
     rows_tiles = gl.allocate_shared_memory(gl.float32, [10, 64], rows_desc.layout)
     vectors = gl.allocate_shared_memory(gl.float32, [18, 64], rows_desc.layout)
     locations = gl.allocate_shared_memory(gl.int32, [2, 32], rows_desc.layout)
+    factors = gl.allocate_shared_memory(gl.float32, [4, 64], rows_desc.layout)
     barriers = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(BARRIERS):
         mbarrier.init(barriers.index(i), count=1 + (SECOND >> i & 1) + (THIRD >> i & 1))
@@ -150,11 +162,11 @@ def hopper_gradient_kernel(
         [
             (query_side, (
                 do_tiles, delta_tiles, h_tile, dh_tile, q_tile, k_tile, query_pairs, rows_tiles, vectors, locations,
-                barriers, k_rstd_ptr, qscale_ptr, dq_ptr, inverse_scale, first, items, programs, H, HV, L2NORM,
+                factors, barriers, dq_ptr, inverse_scale, first, items, programs, H, HV, L2NORM,
             )),
             (key_side, (
                 dr_tiles, delta_tiles, h_tile, dh_tile, q_tile, k_tile, query_pairs, key_pairs, rows_tiles, vectors,
-                locations, barriers, k_rstd_ptr, qscale_ptr, dk_ptr, first, items, programs, H, HV, L2NORM,
+                locations, factors, barriers, dk_ptr, first, items, programs, H, HV, L2NORM,
             )),
             (finish_heads, (
                 dr_tiles, rows_tiles, vectors, locations, barriers, dv_ptr, dg_ptr, dbeta_ptr,
@@ -162,8 +174,9 @@ def hopper_gradient_kernel(
             )),
             (feed_gradients, (
                 do_desc, dr_desc, delta_desc, h_desc, dh_desc, q_desc, k_desc, rows_desc,
-                do_tiles, dr_tiles, delta_tiles, h_tile, dh_tile, q_tile, k_tile, rows_tiles, locations, barriers,
-                cu_ptr, offsets_ptr, documents, T, chunks_per_row, first, items, programs, H, HV, VARLEN, SPAN,
+                do_tiles, dr_tiles, delta_tiles, h_tile, dh_tile, q_tile, k_tile, rows_tiles, locations, factors,
+                barriers, k_rstd_ptr, qscale_ptr, cu_ptr, offsets_ptr,
+                documents, T, chunks_per_row, first, items, programs, H, HV, VARLEN, SPAN,
             )),
         ],
         [4, 2, 1],

@@ -111,11 +111,15 @@ LOCATED = "location = locations.index(slot)"
 LOCATION = "locations.index(slot).store(location)"
 EXPECT_ROWS = "mbarrier.expect(full, 3 * 64 * 128 * 2 + 5 * 64 * 4)"
 ROWS_THERE = f"{ROWS_WAIT}\n    {LOCATED}"
-HAND_OVER = f"if member == 0:\n                {LOCATION}\n                thread_barrier()\n            "
+FACTORS = "factors.index(slot * 2).store(qscale)"
+K_RSTD = "factors.index(slot * 2 + 1).store(k_rstd)"
+QSCALE = "qscale = factors.index(step % 2 * 2)"
+HAND_OVER = "\n                ".join(["if member == 0:", LOCATION, FACTORS, K_RSTD, "thread_barrier()\n            "])
 BROKEN = {
     "rows handed over in one slot": (LOCATION, LOCATION.replace("slot", "0"), LOCATED, LOCATED.replace("slot", "0")),
     "rows handed over after the arrival": (HAND_OVER + EXPECT_ROWS, f"{EXPECT_ROWS}\n            {HAND_OVER}"),
     "no wait for rows handed over": (ROWS_THERE, LOCATED),
+    "factors read from the other slot": (QSCALE, QSCALE.replace("step", "(step + 1)")),
     "a full barrier's phase ignores the ring": (DO_WAIT, DO_WAIT.replace("step // 2", "step")),
     "no wait for dO": (DO_WAIT, H_WAIT),
     "no wait for dR where it becomes dV": (DV_WAIT, "for part"),
