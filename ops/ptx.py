@@ -16,6 +16,14 @@ SPLIT_PAIR_FP16 = (
     "cvt.f32.f16 a, low; cvt.f32.f16 b, high; sub.rn.f32 $0, $3, a; sub.rn.f32 $1, $4, b; }"
 )
 
+ROUND_PAIR_BF16 = "cvt.rn.bf16x2.f32 $2, $4, $3; shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
+"""Of two fp32: what they are rounded to, as fp32 and as a packed pair. Constraints as SPLIT_PAIR_BF16."""
+
+ROUND_PAIR_FP16 = (
+    "{ .reg .b16 low, high; cvt.rn.f16x2.f32 $2, $4, $3; mov.b32 {low, high}, $2; "
+    "cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }"
+)
+
 SIGMOID = (
     "{ .reg .f32 t; mul.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t; fma.rn.f32 t, t, 0f3E800000, 0f3E800000; "
     "rcp.approx.ftz.f32 t, t; mul.f32 $0, t, 0f3E800000; }"

@@ -19,8 +19,10 @@ WIDE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 NARROW_LEFT = gl.constexpr(gl.DotOperandLayout(0, NARROW, 2))
 WIDE_LEFT = gl.constexpr(gl.DotOperandLayout(0, WIDE, 2))
 ACROSS = gl.constexpr(gl.SliceLayout(0, NARROW))
-SPLIT_PAIR_BF16 = gl.constexpr(ptx.SPLIT_PAIR_BF16)
-SPLIT_PAIR_FP16 = gl.constexpr(ptx.SPLIT_PAIR_FP16)
+SPLIT_BF16 = gl.constexpr(ptx.SPLIT_PAIR_BF16)
+SPLIT_FP16 = gl.constexpr(ptx.SPLIT_PAIR_FP16)
+ROUND_BF16 = gl.constexpr(ptx.ROUND_PAIR_BF16)
+ROUND_FP16 = gl.constexpr(ptx.ROUND_PAIR_FP16)
 
 
 @gluon.jit
@@ -69,18 +71,30 @@ def chunk_decay(row):
 
 
 @gluon.jit
-def split_terms(x, dtype: gl.constexpr):
-    """x rounded to 16 bits, and what that takes away, as fp32. Where Triton reads `x.to(dtype)` as fp32 again it rounds
-    by single conversions, of which 32 (F2F) take 256 cycles of a chunk's 2,000; a packed one serves two values."""
+def pairs(text_bf16: gl.constexpr, text_fp16: gl.constexpr, x, dtype: gl.constexpr):
+    """Where Triton reads `x.to(dtype)` as fp32 again it rounds by single conversions, of which 32 (F2F) take 256 cycles
+    of a chunk's 2,000; a packed one serves two values."""
     if dtype == gl.bfloat16:
-        rest, high = gl.inline_asm_elementwise(
-            SPLIT_PAIR_BF16, "=&f,=&f,=&r,f,f", [x], dtype=(gl.float32, gl.bfloat16), is_pure=True, pack=2
+        out, high = gl.inline_asm_elementwise(
+            text_bf16, "=&f,=&f,=&r,f,f", [x], dtype=(gl.float32, gl.bfloat16), is_pure=True, pack=2
         )
     else:
-        rest, high = gl.inline_asm_elementwise(
-            SPLIT_PAIR_FP16, "=&f,=&f,=&r,f,f", [x], dtype=(gl.float32, gl.float16), is_pure=True, pack=2
+        out, high = gl.inline_asm_elementwise(
+            text_fp16, "=&f,=&f,=&r,f,f", [x], dtype=(gl.float32, gl.float16), is_pure=True, pack=2
         )
-    return high, rest
+    return high, out
+
+
+@gluon.jit
+def split_terms(x, dtype: gl.constexpr):
+    """x rounded to 16 bits, and what that takes away, as fp32."""
+    return pairs(SPLIT_BF16, SPLIT_FP16, x, dtype)
+
+
+@gluon.jit
+def round_twice(x, dtype: gl.constexpr):
+    """x rounded to 16 bits, and the same as fp32."""
+    return pairs(ROUND_BF16, ROUND_FP16, x, dtype)
 
 
 @gluon.jit

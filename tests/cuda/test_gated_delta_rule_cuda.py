@@ -125,7 +125,7 @@ def test_documents_in_pieces_meet_the_budget(monkeypatch: pytest.MonkeyPatch) ->
             monkeypatch.setattr(configs, "CUTS", ((1 << 30, length),))
             first = check(case, PLAIN[dtype])
             assert_same_bits(run_front(case, save_mode="full"), first)
-        short = configs.SPANS._replace(leg=1, alone_bytes=0, span_bytes=0, most_bytes=0)
+        short = configs.SPANS._replace(leg=1, alone_bytes=0, span_bytes=0, XX)
         monkeypatch.setattr(configs, "SPANS", short)
         assert_same_bits(run_front(case), first)
         monkeypatch.undo()
@@ -240,7 +240,7 @@ def test_spans_are_captured_in_a_graph_and_replayed_with_other_boundaries(monkey
 
 
 def test_the_peak_of_a_long_document_is_within_that_of_the_peer() -> None:
-    """FlashQLA 0.1.3 at 1x32768, (16, 48), bf16: 3723 MiB of inputs, outputs, gradients and temporaries, measured so."""
+    """FlashQLA 0.1.3 at 1x32768, (16, 48), bf16: 3723 MiB of inputs, outputs, gradients, temporaries."""
     before = torch.cuda.memory_allocated()
     T, H, HV = 32768, 16, 48
     unit = lambda: torch.nn.functional.normalize(torch.randn(1, T, H, 128, device="cuda"), dim=-1)  # noqa: E731

@@ -83,7 +83,7 @@ def rebuilt(module: object, folder: Path, *changes: str) -> object:
         assert old in source, old
         source = source.replace(old, new, 1)
     path = folder / "mutant.py"
-    path.write_text(re.sub(r"from \.(?=device|folding)", f"from {PACKAGE}.", source))
+    path.write_text(re.sub(r"from \.(?=device)", f"from {PACKAGE}.", source))
     spec = importlib.util.spec_from_file_location("mutant", path)
     mutant = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(mutant)
@@ -159,7 +159,7 @@ FORWARD = {
         "mbarrier.init(output_full.index(slot), count=2)",
     ),
     "a type": (LAST_WAIT, LAST_WAIT.removesuffix(".to(dtype)")),
-    "a shape": ("S = warpgroup_mma(back, k.slice(32, 32), S", "S = warpgroup_mma(back, k.slice(32, 16), S"),
+    "a shape": ("S = warpgroup_mma(left, k, S", "S = warpgroup_mma(left, k.permute((1, 0)), S"),
 }
 DR_WAIT = "dS, dR = warpgroup_mma_wait(0, deps=[dS, dR])"
 ADJOINT = {

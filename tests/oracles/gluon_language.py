@@ -25,7 +25,7 @@ def _assembly(text: str, constraints: str, arguments: list[torch.Tensor], **_: A
     (x,) = arguments
     if "f16x2" in text:
         low = x.to(torch.bfloat16 if "bf16x2" in text else torch.float16)
-        return x - low.float(), low
+        return (x - low.float() if "sub" in text else low.float()), low
     return {"ex2": torch.exp2, "mov": torch.clone}[text[:3]](x)
 
 
@@ -33,8 +33,7 @@ def _language(machine: Machine, grid: int) -> types.SimpleNamespace:
     return types.SimpleNamespace(
         constexpr=lambda x: x, load=_load, store=_store, where=torch.where, exp=torch.exp, minimum=min, maximum=max,
         program_id=lambda axis: machine.program, num_programs=lambda axis: grid, cast=lambda x, dtype: x,
-        convert_layout=lambda x, layout, assert_trivial=False: x, sum=torch.sum,
-        reshape=torch.reshape, max=torch.amax, permute=torch.permute, split=lambda x: x.unbind(-1),
+        convert_layout=lambda x, layout: x, sum=torch.sum,
         inline_asm_elementwise=_assembly,
         associative_scan=lambda x, axis, add, reverse: x.flip(axis).cumsum(axis).flip(axis),
         arange=lambda a, b, layout=None: torch.arange(a, b), static_range=range, zeros_like=torch.zeros_like,
