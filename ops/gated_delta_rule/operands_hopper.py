@@ -90,7 +90,7 @@ def _norm(products):
 
 @gluon.jit
 def _gates(g_ptr, beta_ptr, gcum_ptr, base, count, valid, HV: gl.constexpr, INVERSE: gl.constexpr):
-    """beta and G of [4 heads, 64 rows]; padding rows carry beta 0 and the last G."""
+    """beta and G of [4 heads, 64 rows]; padding rows carry beta 0 and the last G. The last comes alone, too."""
     heads = gl.arange(0, 4, gl.SliceLayout(1, GATE))
     rows = gl.arange(0, 64, gl.SliceLayout(0, GATE))
     live = (heads < count)[:, None] & (rows < valid)[None, :]
@@ -100,11 +100,32 @@ def _gates(g_ptr, beta_ptr, gcum_ptr, base, count, valid, HV: gl.constexpr, INVE
         # Clamped at -88, where exp reaches 0 in fp32.
         g = gl.load(g_ptr + base + at, mask=live, other=0.0).to(gl.float32)
         G = gl.associative_scan(gl.where(g < -88.0, -88.0, g), 1, _add)
-        gl.store(gcum_ptr + base + at, G, mask=live)
     else:
         G = gl.load(gcum_ptr + base + at, mask=live, other=0.0)
     last = gl.sum(gl.where((rows == valid - 1)[None, :], G, 0.0), 1)
     return beta, gl.where((rows < valid)[None, :], G, last[:, None]), last
+
+
+@gluon.jit
+def _alike(KK, norms_down, norms_across, valid):
+    """1 if the keys of a chunk point one way, or against it: a mean |cosine| of pairs above 1/2. Else 0."""
+    cosines = KK * norms_down[:, None] * norms_across[None, :]
+    total = gl.sum(gl.sum(gl.maximum(cosines, -cosines), 1), 0)
+    others = (valid * (valid - 1)).to(gl.float32)
+    # Every row has a cosine of 1 with itself.
+    return (total - valid.to(gl.float32) > 0.5 * others).to(gl.int32)
+
+
+@gluon.jit
+def _mark(gcum_ptr, G, last, mark, base, count, valid, HV: gl.constexpr):
+    """G and its last row, whose lowest bit (6e-8 of it) tells the forward walk what `_alike` found, to memory as well."""
+    heads = gl.arange(0, 4, gl.SliceLayout(1, GATE))
+    rows = gl.arange(0, 64, gl.SliceLayout(0, GATE))
+    last = (last.to(gl.int32, bitcast=True) & -2 | mark).to(gl.float32, bitcast=True)
+    G = gl.where((rows < valid - 1)[None, :], G, last[:, None])
+    live = (heads < count)[:, None] & (rows < valid)[None, :]
+    gl.store(gcum_ptr + base + rows[None, :] * HV + heads[:, None], G, mask=live)
+    return G, last
 
 
 @gluon.jit
@@ -198,6 +219,7 @@ def hopper_operands_kernel(
             k_rstd = gl.where(inside, _norm(KK), 0.0)
             qscale = gl.where(inside, _norm(QQ), 0.0) * scale
         else:
+            KK, QK = warpgroup_mma_wait(0, deps=[KK, QK])
             k_rstd = gl.where(inside, 1.0, 0.0)
             qscale = k_rstd * scale
         if part == 0:
@@ -205,13 +227,18 @@ def hopper_operands_kernel(
             gl.store(qscale_ptr + base + index * H, qscale, mask=inside)
     k_factor = gl.allocate_shared_memory(gl.float32, [64], VECTOR, k_rstd)
     q_factor = gl.allocate_shared_memory(gl.float32, [64], VECTOR, qscale)
+    if INVERSE:
+        if L2NORM:
+            mark = _alike(KK, k_rstd, k_factor.load(gl.SliceLayout(0, WIDE)), valid)
+        else:
+            norms = _norm(KK)
+            mark = _alike(KK, norms, gl.convert_layout(norms, gl.SliceLayout(0, WIDE)), valid)
+        G, last = _mark(gcum_ptr, G, last, mark, start * HV + head, count, valid, HV)
     G_heads = gl.allocate_shared_memory(gl.float32, [4, 64], PLAIN_2D, G)
     G_heads = reinterpret(G_heads, gl.float32, [4, 64], VECTOR)
     chunk_head = chunk.to(gl.int64) * HV + head
     _store_table(rows_ptr + chunk_head * 320, beta, G, last, k_factor, q_factor, count)
-    if INVERSE:
-        KK, QK = warpgroup_mma_wait(0, deps=[KK, QK])
-    else:
+    if not INVERSE:
         QK = warpgroup_mma_wait(0, deps=[QK])
     # Shared memory is laid out by last use, and a product uses its tiles until it is waited for, by every warp.
     k_tile._keep_alive()

@@ -125,7 +125,7 @@ def test_documents_in_pieces_meet_the_budget(monkeypatch: pytest.MonkeyPatch) ->
             monkeypatch.setattr(configs, "CUTS", ((1 << 30, length),))
             first = check(case, PLAIN[dtype])
             assert_same_bits(run_front(case, save_mode="full"), first)
-        short = configs.SPANS._replace(leg=1, alone_bytes=0, span_bytes=0, XX)
+        short = configs.SPANS._replace(leg=1, alone_bytes=0, span_bytes=0)
         monkeypatch.setattr(configs, "SPANS", short)
         assert_same_bits(run_front(case), first)
         monkeypatch.undo()

@@ -97,6 +97,7 @@ def walk_once(module: object, seed: int, length: int = 321, stages: int = 2) -> 
     draw = lambda *shape: (torch.randn(shape) / 8).half()  # noqa: E731
     q, k, v, x, p = draw(length, 128), draw(length, 128), draw(length, 128), draw(length, 64), draw(chunks * 64, 64)
     out, states, rows = torch.empty_like(v), draw(chunks * 128, 128), torch.rand(chunks, 320) - 1
+    rows.view(torch.int32)[::2, 319] |= 1  # every other chunk takes a second term
     maps = {
         "q_desc": Descriptor(q, [64, 128]), "k_desc": Descriptor(k, [64, 128]), "p_desc": Descriptor(p, [64, 64]),
         "x_desc": Descriptor(x, [64, 64]), "rows_desc": Descriptor(rows.view(-1), [64]),
@@ -139,7 +140,8 @@ BYTES = "2 * 64 * 64 * 2 + 4 * 64 * 4"
 OUTPUT_BYTES = "128 * 2 + 64 * 64 * 2 + 64 * 4"
 RELEASE = "mbarrier.arrive(state_empty.index(slot), count=1)"
 OUTPUT_RELEASE = "mbarrier.arrive(output_empty.index(out_slot), count=1)"
-LAST_WAIT = "O_low = warpgroup_mma_wait(0, deps=[O]).to(dtype)"
+LAST_WAIT = "S, O = warpgroup_mma_wait(0, deps=[S, O])"
+SECOND = "is_async=True)\n            S = warpgroup_mma_wait(0, deps=[S])"
 FORWARD = {
     "a full barrier's phase ignores the ring": (FULL, "mbarrier.wait(state_full.index(slot), i & 1)"),
     "a full barrier a phase early": (FULL, "mbarrier.wait(state_full.index(slot), (i // STAGES & 1) ^ 1)"),
@@ -147,7 +149,9 @@ FORWARD = {
     "no wait for a copy": ("mbarrier.wait(output_full.index(out_slot), i // OUTPUT_STAGES & 1)", "pass"),
     "no wait for a release": (EMPTY, "pass"),
     "no release": (RELEASE, "pass"),
-    "released before the last product": (OUTPUT_RELEASE, "pass", LAST_WAIT, f"{OUTPUT_RELEASE}; {LAST_WAIT}"),
+    "released before the last product": (
+        RELEASE, "pass", OUTPUT_RELEASE, "pass", LAST_WAIT, f"{RELEASE}; {OUTPUT_RELEASE}; {LAST_WAIT}",
+    ),
     "released while a product reads": (RELEASE, "pass", "S = S * chunk", f"{RELEASE}; S = S * chunk"),
     "too few bytes": (BYTES, BYTES.replace("+ 4", "+ 3")),
     "too many bytes": (OUTPUT_BYTES, OUTPUT_BYTES.replace("+ 64 * 4", "+ 128 * 4")),
@@ -158,8 +162,9 @@ FORWARD = {
         "mbarrier.init(output_full.index(slot), count=1)",
         "mbarrier.init(output_full.index(slot), count=2)",
     ),
-    "a type": (LAST_WAIT, LAST_WAIT.removesuffix(".to(dtype)")),
-    "a shape": ("S = warpgroup_mma(left, k, S", "S = warpgroup_mma(left, k.permute((1, 0)), S"),
+    "a type": ("O_low = O.to(dtype)", "O_low = O"),
+    "a second term not waited for": (SECOND, SECOND.replace("(0", "(1")),
+    "a shape": ("WIDE_LEFT), k, S", "WIDE_LEFT), k.permute((1, 0)), S"),
 }
 DR_WAIT = "dS, dR = warpgroup_mma_wait(0, deps=[dS, dR])"
 ADJOINT = {

@@ -32,7 +32,8 @@ def _assembly(text: str, constraints: str, arguments: list[torch.Tensor], **_: A
 def _language(machine: Machine, grid: int) -> types.SimpleNamespace:
     return types.SimpleNamespace(
         constexpr=lambda x: x, load=_load, store=_store, where=torch.where, exp=torch.exp, minimum=min, maximum=max,
-        program_id=lambda axis: machine.program, num_programs=lambda axis: grid, cast=lambda x, dtype: x,
+        program_id=lambda axis: machine.program, num_programs=lambda axis: grid,
+        cast=lambda x, dtype, bitcast=False: x.view(dtype) if bitcast else x, max=torch.amax,
         convert_layout=lambda x, layout: x, sum=torch.sum,
         inline_asm_elementwise=_assembly,
         associative_scan=lambda x, axis, add, reverse: x.flip(axis).cumsum(axis).flip(axis),
