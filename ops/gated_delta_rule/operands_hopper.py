@@ -118,7 +118,7 @@ def _alike(KK, norms_down, norms_across, valid):
 
 @gluon.jit
 def _mark(gcum_ptr, G, last, mark, base, count, valid, HV: gl.constexpr):
-    """G and its last row, whose lowest bit (6e-8 of it) tells the forward walk what `_alike` found, to memory as well."""
+    """G and its last row, the lowest bit of which (6e-8) tells the forward walk what `_alike` found."""
     heads = gl.arange(0, 4, gl.SliceLayout(1, GATE))
     rows = gl.arange(0, 64, gl.SliceLayout(0, GATE))
     last = (last.to(gl.int32, bitcast=True) & -2 | mark).to(gl.float32, bitcast=True)

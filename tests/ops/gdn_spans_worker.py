@@ -50,7 +50,7 @@ def expected_tables(lengths: list[int], length: int, leg: int, count: int, cut: 
 
 def check_tables(lengths: list[int], leg: int, span_bytes: int, rows: int = 0, pieces: int = 0) -> None:
     """Of a pack, or of `rows` batch rows of one length; documents in pieces of so many legs, if they are longer."""
-    configs.SPANS = configs.SpanConfig(leg, span_bytes if pieces else 0, span_bytes, span_bytes, 0.9, 0)
+    configs.SPANS = configs.SpanConfig(leg, 0, span_bytes)
     configs.CUTS = ((1 << 30, pieces * leg),) if pieces else ()
     boundaries = torch.tensor((0, *lengths)).cumsum(0)
     T = lengths[0] if rows else int(boundaries[-1]) + 7
@@ -102,9 +102,9 @@ def check_bits(lengths: tuple[int, ...], packed: bool, **sizes: int) -> None:
         gradients = launch_backward(case.do, case.dfinal_state, *shared, *outputs[2:], scale, True)
         return (*outputs[:2], *gradients)
 
-    alone = configs.SpanConfig(1, 1 << 40, 1, 1, 0.9, 0)
+    alone = configs.SpanConfig(1, 1 << 40, 1)
     expected = backward("full", alone)
-    cut = configs.SpanConfig(2, 0, 0, 0, 0.9, 0)
+    cut = configs.SpanConfig(2, 0, 0)
     for mode, config in (("light", alone), ("light", cut), ("none", cut)):
         for name, ours, theirs in zip(NAMES, backward(mode, config), expected, strict=True):
             assert torch.equal(ours, theirs), (mode, config, name)

@@ -83,6 +83,7 @@ def kind(name: str, wide: tuple[str, ...], columns: int) -> str:
 
 def adjoint() -> bytes:
     flags = {"H": 1, "HV": 2, "VARLEN": True, "HAS_DHT": True, "STORE_DH0": True, "STAGES": 2, "OUTPUT_STAGES": 2}
+    flags |= {"SPAN": False, "KIND": 0}
     return compiled(
         adjoint_hopper.hopper_adjoint_kernel, lambda name: kind(name, ("dht_ptr", "dh0_ptr"), 64), flags, 152
     )

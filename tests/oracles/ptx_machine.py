@@ -192,6 +192,9 @@ class Machine:
     def op_neg(self, op: list[str], x: list[str], mask: np.ndarray) -> None:
         self.put(x[0], -self.get(x[1], op[-1]), mask)
 
+    def op_abs(self, op: list[str], x: list[str], mask: np.ndarray) -> None:
+        self.put(x[0], abs(self.get(x[1], op[-1])), mask)
+
     def op_mul(self, op: list[str], x: list[str], mask: np.ndarray) -> None:
         if op[1] == "wide":
             wide = {"u16": np.uint32, "s16": np.int32, "u32": np.uint64, "s32": np.int64}[op[2]]
@@ -253,6 +256,8 @@ class Machine:
             parts = [p.view(np.uint16) for p in parts]
             packed = parts[0] if len(parts) == 1 else parts[1].astype(np.uint32) | parts[0].astype(np.uint32) << 16
             self.put(x[0], packed, mask)
+        elif to == "f32" and source[0] in ("s32", "u32"):
+            self.put(x[0], self.get(x[1], source[0]).astype(np.float32), mask)
         elif to == "f32":
             half = torch.from_numpy(self.get(x[1], "b16").view(np.int16).copy())
             dtype = torch.bfloat16 if source[0] == "bf16" else torch.float16
