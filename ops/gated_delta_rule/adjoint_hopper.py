@@ -178,7 +178,7 @@ def walk_adjoint(
 def hopper_adjoint_kernel(
     do_desc, q_desc, k_desc, rows_desc, p_desc, x_desc, dh_desc, dr_desc,
     dht_ptr, dr_ptr, dh0_ptr, end_ptr, target_ptr, carried_ptr, carry_ptr, cu_ptr, offsets_ptr, table_ptr,
-    states_ptr, T, chunks_per_row,
+    windows_ptr, states_ptr, T, chunks_per_row,
     H: gl.constexpr, HV: gl.constexpr, VARLEN: gl.constexpr, HAS_DHT: gl.constexpr, STORE_DH0: gl.constexpr,
     SPAN: gl.constexpr, KIND: gl.constexpr, STAGES: gl.constexpr, OUTPUT_STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -195,7 +195,11 @@ def hopper_adjoint_kernel(
     else:
         start, length, first, document, before, after = locate_piece(index, table_ptr)
     if KIND == 2:
+        # The adjoint behind a window is nothing to the one at its start.
+        window = gl.load(windows_ptr + (index * HV + head) * 2 + 1)
+        length = gl.where(window < 0, length, gl.minimum(length, window * 64))
         length = gl.where(before > 0, length, 0)
+        after = gl.where(window < 0, after, 1)
     chunks = (length + 63) // 64
     dtype: gl.constexpr = k_desc.dtype
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 64, 128], k_desc.layout)

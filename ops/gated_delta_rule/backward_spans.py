@@ -111,7 +111,7 @@ def _between_pieces(p: Problem, cut: int, call: Call, buffers: Buffers, arena: A
     """Adjoints at the ends of all pieces, and where they are missing the start states of the legs."""
     documents = Documents(p.documents, call.cu, call.offsets)
     chunks = _operands(p, call, buffers, documents, call.rebuild)
-    pieces = Pieces(p, cut, documents, chunks, arena)
+    pieces = Pieces(p, cut, documents, chunks, call.tapes[1], call.l2norm, arena)
     if buffers.missing:
         walked, unused = pieces.walked(pieces.starts(call.h0, call.gradients[2])), call.gradients[2]
         forward_walk(

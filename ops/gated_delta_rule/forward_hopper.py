@@ -223,8 +223,8 @@ def walk(
 @gluon.jit(do_not_specialize=["T", "chunks_per_row"])
 def hopper_forward_kernel(
     q_desc, k_desc, v_desc, rows_desc, p_desc, x_desc, o_desc, h_desc, delta_desc,
-    h0_ptr, ht_ptr, o_ptr, delta_ptr, starts_ptr, source_ptr, end_ptr, cu_ptr, offsets_ptr, table_ptr, states_ptr,
-    T, chunks_per_row,
+    h0_ptr, ht_ptr, o_ptr, delta_ptr, starts_ptr, source_ptr, end_ptr, cu_ptr, offsets_ptr, table_ptr, windows_ptr,
+    states_ptr, T, chunks_per_row,
     H: gl.constexpr, HV: gl.constexpr, VARLEN: gl.constexpr, HAS_H0: gl.constexpr, STORE_HT: gl.constexpr,
     STORE_H: gl.constexpr, OUTPUT: gl.constexpr, SPAN: gl.constexpr, LEG: gl.constexpr, KIND: gl.constexpr,
     STAGES: gl.constexpr, OUTPUT_STAGES: gl.constexpr,
@@ -242,7 +242,13 @@ def hopper_forward_kernel(
     else:
         start, length, first, document, before, after = locate_piece(index, table_ptr)
     if KIND == 2:
-        length = gl.where(after > 0, length, 0)
+        # The state before a window is nothing to the one at its end: the window is walked from zero.
+        window = gl.load(windows_ptr + (index * HV + head) * 2)
+        skipped = gl.maximum(window, 0)
+        start += skipped * 64
+        first += skipped
+        length = gl.where(after > 0, length - skipped * 64, 0)
+        before = gl.where(window < 0, before, 1)
     chunks = (length + 63) // 64
     dtype: gl.constexpr = k_desc.dtype
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 64, 128], k_desc.layout)

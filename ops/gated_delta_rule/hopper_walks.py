@@ -61,7 +61,7 @@ def forward_walk(
         TensorMap(h, states, STATE) if store_h else None,
         TensorMap(delta, (delta.numel() // values[1], values[1]), TILE_64) if store_h else None,
         h0, final, o, delta, starts, documents.source, documents.end, documents.cu, documents.offsets,
-        documents.table, documents.states, p.T, p.chunks_per_row,
+        documents.table, documents.windows, documents.states, p.T, p.chunks_per_row,
     )  # fmt: skip
     launch(
         hopper_forward_kernel, chains, arguments, p.device, H=p.H, HV=p.HV, VARLEN=documents.cu is not None,
@@ -104,7 +104,7 @@ def _adjoint_walk(
         TensorMap(dh, states, STATE) if stored else None,
         TensorMap(dr, values, TILE_64) if stored else None,
         dht, dr, dh0, documents.end, documents.target, carried, carry, documents.cu, documents.offsets,
-        documents.table, documents.adjoints, p.T, p.chunks_per_row,
+        documents.table, documents.windows, documents.adjoints, p.T, p.chunks_per_row,
     )  # fmt: skip
     launch(
         hopper_adjoint_kernel, chains, arguments, p.device, H=p.H, HV=p.HV, VARLEN=documents.cu is not None,
@@ -113,13 +113,13 @@ def _adjoint_walk(
     )  # fmt: skip
 
 
-def piece_maps(p: Problem, chunks: Chunks, slots: int, table: Tensor, maps: Tensor) -> None:
+def piece_maps(p: Problem, chunks: Chunks, slots: int, table: Tensor, windows: Tensor, maps: Tensor) -> None:
     """See `walks.piece_maps`. Two CTAs a multiprocessor."""
     arguments = (
         TensorMap(aligned(chunks.k), (p.B * p.T, p.H * 128), TILE_128),
         TensorMap(chunks.table, (p.chunks * p.HV * 320,), ROW),
         TensorMap(aligned(chunks.x), (p.B * p.T, p.HV * 64), TILE_64),
-        table, maps,
+        table, windows, maps,
     )  # fmt: skip
     launch(
         hopper_map_kernel, slots * p.HV * 2, arguments, p.device, H=p.H, HV=p.HV, STAGES=3, TERMS=MAP_TERMS,

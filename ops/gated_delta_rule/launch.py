@@ -166,7 +166,7 @@ def launch_forward(
         make_operands(p, q, k, g, beta, cu, offsets, tapes, table, scores, scale, use_qk_l2norm, inverse=True)
         chunks, documents = Chunks(q, k, v, table, scores, tapes[3]), Documents(p.documents, cu, offsets)
         if p.cut is not None:
-            pieces = Pieces(p, p.cut, documents, chunks, arena)
+            pieces = Pieces(p, p.cut, documents, chunks, tapes[1], use_qk_l2norm, arena)
             documents = pieces.walked(pieces.starts(h0, o if output else delta))
         forward_walk(
             p, chunks, documents, h0, o, final, h, delta, store_final=output_final_state, store_h=full, output=output,
@@ -203,7 +203,7 @@ def _backward_whole(p: Problem, call: Call, buffers: tuple[Tensor, ...], replay:
     documents, chunks = Documents(p.documents, call.cu, call.offsets), Chunks(q, k, v, table, scores, tapes[3])
     walked = documents
     if p.cut is not None:
-        pieces = Pieces(p, p.cut, documents, chunks, arena)
+        pieces = Pieces(p, p.cut, documents, chunks, tapes[1], l2norm, arena)
         states = pieces.starts(call.h0, call.gradients[2]) if replay else None
         walked = pieces.walked(states, pieces.ends(call.do, call.dht))
     backward_walks(

@@ -2,7 +2,7 @@
 
 A chunk of `kcp/map_kernel.py`: E = -gamma (K M), delta = E + X (beta E), M <- gamma_C M + K^T ((gamma_C / gamma) beta
 delta). Each left operand is TERMS 16-bit terms of an accumulator, in registers; k, x and the row factors come as for a
-walk. Only pieces in the middle of a document have a map, so every chunk is whole.
+walk. Only pieces in the middle of a document have a map, so every chunk is whole; with a window none is needed.
 """
 
 from __future__ import annotations
@@ -113,15 +113,17 @@ def walk_map(
 
 @gluon.jit
 def hopper_map_kernel(
-    k_desc, rows_desc, x_desc, table_ptr, maps_ptr,
+    k_desc, rows_desc, x_desc, table_ptr, windows_ptr, maps_ptr,
     H: gl.constexpr, HV: gl.constexpr, STAGES: gl.constexpr, TERMS: gl.constexpr,
 ):  # fmt: skip
-    """One CTA of 4 + 1 warps per (piece, value head, block of 64 columns); the end pieces of a document have no map."""
+    """One CTA of 4 + 1 warps per (piece, value head, block of 64 columns); the end pieces of a document have no map, nor
+    has a piece with a window."""
     pid = gl.program_id(0)
     head = pid // 2 % HV
     index = pid // (2 * HV)
     start, length, first, _, before, after = locate_piece(index, table_ptr)
-    chunks = gl.where((before > 0) & (after > 0), length // 64, 0)
+    whole = gl.load(windows_ptr + (index * HV + head) * 2) < 0
+    chunks = gl.where((before > 0) & (after > 0) & whole, length // 64, 0)
     dtype: gl.constexpr = k_desc.dtype
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 64, 128], k_desc.layout)
     x_tiles = gl.allocate_shared_memory(dtype, [STAGES, 64, 64], x_desc.layout)

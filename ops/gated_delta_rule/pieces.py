@@ -10,13 +10,22 @@ stays, so prep, scores and gradients see none of it. Before the walks:
    `kcp/map_kernel.py` for the classes that walk with `scan.py`);
 3. the fold, in order: S_{s+1} = M_s S_s + b_s. The adjoint folds the same maps, transposed, from the end.
 
-A document of one piece is walked at once as ever. Nothing depends on what else is in the pack, so packed = alone in
-every bit.
+**Windows.** Where gates decay, the end state of a piece comes from its last chunks alone. Per piece and value head b =
+G_C + sum_t log max(1, |1 - beta_t |k_t|^2|) bounds, chunk by chunk, the log of the norm of what a chunk does to a state
+(prod_t e^g_t (I - beta_t k_t k_t^T)). The window begins at the last chunk with sums of b <= -`configs.FAINT` from it, and
+from every chunk before it, to the end: what a state or an update of size 1 there leaves at the end lies below fp32's
+smallest number. A summary walks the window alone, from zero; the piece has no map and the fold begins anew behind it.
+The adjoint has windows of first chunks likewise. A piece without any is walked whole, as every piece in which a gate,
+beta or key is not finite. A value, gradient or given state that is not finite, or above 1e38, ends with its piece.
+
+A document of one piece is walked at once as ever. Nothing depends on what else is in the pack, so packed = alone
+in every bit.
 
 **Slots.** How many pieces there are, the host does not know. Piece i of document n has slot floor(o_n / L) + n + i, o_n
 the chunks before the document: never two in one, and floor(NC / L) + N slots are enough. Table row of a slot, int64:
 first token, tokens, first chunk, document, pieces of the document before it, after it (both -1: slot without a piece),
-and two that pad it to 64 bytes.
+and two that pad it to 64 bytes. Windows [slots, HV, 2] int32: first chunk of the forward's, chunks of the adjoint's, -1
+where there is none.
 """
 
 from __future__ import annotations
@@ -27,8 +36,8 @@ import torch
 
 from ..triton_launch import launch
 from .arena import Arena
-from .configs import block_width
-from .piece_kernels import fold_kernel, piece_table_kernel
+from .configs import FAINT, block_width, next_power_of_two
+from .piece_kernels import fold_kernel, piece_kernel
 from .walks import PIECES, SUMMARIES, Chunks, Documents, adjoint_summaries, forward_walk, piece_maps
 
 if TYPE_CHECKING:
@@ -36,7 +45,6 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 FOLD = {"BN": 16, "STAGES": 2}
-BLOCK = 128  # slots a CTA of the table kernel
 
 
 def fold_warps(BK: int) -> int:
@@ -45,21 +53,25 @@ def fold_warps(BK: int) -> int:
 
 
 class Pieces:
-    """The pieces of one call: table and maps, and the states between them by direction."""
+    """The pieces of one call: table, windows and maps, and the states between them by direction."""
 
-    def __init__(self, p: Problem, length: int, documents: Documents, chunks: Chunks, arena: Arena) -> None:
-        self.p, self.length, self.documents, self.chunks, self.arena = p, length, documents, chunks, arena
+    def __init__(
+        self, p: Problem, length: int, documents: Documents, chunks: Chunks, k_rstd: Tensor, l2norm: bool, arena: Arena
+    ) -> None:
+        self.p, self.chunks, self.arena = p, chunks, arena
         self.slots = p.chunks // length + p.documents
         self.table = arena.bind("piece_table", (self.slots, 8), torch.int64)
+        self.windows = arena.bind("piece_windows", (self.slots, p.HV, 2), torch.int32)
         arguments = (
-            documents.cu, documents.offsets, self.table, self.slots, p.documents, p.documents.bit_length(), p.T,
-            p.chunks_per_row, length,
+            chunks.k, k_rstd, chunks.table, documents.cu, documents.offsets, self.table, self.windows, -FAINT,
+            p.documents, p.documents.bit_length(), p.T, p.chunks_per_row,
         )  # fmt: skip
         launch(
-            piece_table_kernel, -(-self.slots // BLOCK), arguments, p.device, VARLEN=p.varlen, BLOCK=BLOCK, num_warps=4
-        )
+            piece_kernel, self.slots * p.HV, arguments, p.device, H=p.H, HV=p.HV, K=p.K, BK=block_width(p.K),
+            LENGTH=length, BLOCK=max(next_power_of_two(length), 16), VARLEN=p.varlen, L2NORM=l2norm, num_warps=4,
+        )  # fmt: skip
         self.maps = arena.bind("piece_maps", (self.slots, p.HV, p.K, p.K), torch.float32)
-        piece_maps(p, chunks, self.slots, self.table, self.maps)
+        piece_maps(p, chunks, self.slots, self.table, self.windows, self.maps)
 
     def walked(self, states: Tensor | None = None, adjoints: Tensor | None = None) -> Documents:
         """The pieces as the walks take them, from these start states and end adjoints."""
@@ -68,7 +80,7 @@ class Pieces:
     def starts(self, h0: Tensor | None, scratch: Tensor) -> Tensor:
         """Start state of every piece but the first of a document, by slot. `scratch` stands in for absent outputs."""
         states = self._states("piece_states")
-        summaries = Documents(self.slots, None, None, kind=SUMMARIES, table=self.table, states=states)
+        summaries = self._summaries(states=states)
         forward_walk(
             self.p, self.chunks, summaries, h0, scratch, scratch, scratch, scratch,
             store_final=False, store_h=False, output=False,
@@ -79,19 +91,21 @@ class Pieces:
     def ends(self, do: Tensor, dht: Tensor | None) -> Tensor:
         """Adjoint of the end state of every piece but the last of a document, by slot."""
         states = self._states("piece_adjoints")
-        summaries = Documents(self.slots, None, None, kind=SUMMARIES, table=self.table, adjoints=states)
+        summaries = self._summaries(adjoints=states)
         adjoint_summaries(self.p, self.chunks, summaries, do, dht)
         self._fold(states, adjoint=True)
         return states
+
+    def _summaries(self, **states: Tensor) -> Documents:
+        return Documents(self.slots, None, None, kind=SUMMARIES, table=self.table, windows=self.windows, **states)
 
     def _states(self, name: str) -> Tensor:
         return self.arena.bind(name, (self.slots, self.p.HV, self.p.K, self.p.V), torch.float32)
 
     def _fold(self, states: Tensor, adjoint: bool) -> None:
         p, BK = self.p, block_width(self.p.K)
-        places = (self.documents.cu, self.documents.offsets, self.table)
-        arguments = (*places, self.maps, states, p.chunks_per_row, self.length)
+        arguments = (self.table, self.windows, self.maps, states)
         launch(
-            fold_kernel, p.documents * p.HV * -(-p.V // FOLD["BN"]), arguments, p.device, HV=p.HV, K=p.K, V=p.V,
-            BK=BK, VARLEN=p.varlen, ADJOINT=adjoint, DOT=p.dot, num_warps=fold_warps(BK), **FOLD,
+            fold_kernel, self.slots * p.HV * -(-p.V // FOLD["BN"]), arguments, p.device, HV=p.HV, K=p.K, V=p.V,
+            BK=BK, ADJOINT=adjoint, DOT=p.dot, num_warps=fold_warps(BK), **FOLD,
         )  # fmt: skip

@@ -42,7 +42,8 @@ def dot_two_terms(left, right, accumulator, DOT: tl.constexpr):
 @triton.jit
 def forward_chain(
     q_ptr, k_ptr, v_ptr, rows_ptr, p_ptr, x_ptr, h0_ptr, cu_ptr, offsets_ptr,
-    o_ptr, ht_ptr, h_ptr, delta_ptr, starts_ptr, source_ptr, end_ptr, table_ptr, states_ptr, pid, T, chunks_per_row,
+    o_ptr, ht_ptr, h_ptr, delta_ptr, starts_ptr, source_ptr, end_ptr, table_ptr, windows_ptr, states_ptr,
+    pid, T, chunks_per_row,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     VARLEN: tl.constexpr, HAS_H0: tl.constexpr, STORE_HT: tl.constexpr, STORE_H: tl.constexpr, OUTPUT: tl.constexpr,
     SPAN: tl.constexpr, LEG: tl.constexpr, KIND: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr,
@@ -63,7 +64,13 @@ def forward_chain(
     else:
         start, length, first, document, before, after = locate_piece(index, table_ptr)
     if KIND == 2:
-        length = tl.where(after > 0, length, 0)
+        # The state before a window is nothing to the one at its end: the window is walked from zero.
+        window = tl.load(windows_ptr + (index * HV + head) * 2)
+        skipped = tl.maximum(window, 0)
+        start += skipped * 64
+        first += skipped
+        length = tl.where(after > 0, length - skipped * 64, 0)
+        before = tl.where(window < 0, before, 1)
     dtype: tl.constexpr = k_ptr.dtype.element_ty
     WIDTH: tl.constexpr = V if V % BV == 0 else BV
     qk_head = head // (HV // H)
@@ -127,7 +134,7 @@ def forward_chain(
 @triton.jit
 def adjoint_chain(
     do_ptr, dht_ptr, q_ptr, k_ptr, rows_ptr, p_ptr, x_ptr, cu_ptr, offsets_ptr,
-    dh_ptr, dr_ptr, dh0_ptr, end_ptr, target_ptr, carried_ptr, carry_ptr, table_ptr, states_ptr,
+    dh_ptr, dr_ptr, dh0_ptr, end_ptr, target_ptr, carried_ptr, carry_ptr, table_ptr, windows_ptr, states_ptr,
     pid, T, chunks_per_row,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     VARLEN: tl.constexpr, HAS_DHT: tl.constexpr, STORE_DH0: tl.constexpr, SPAN: tl.constexpr, KIND: tl.constexpr,
@@ -149,7 +156,11 @@ def adjoint_chain(
     else:
         start, length, first, document, before, after = locate_piece(index, table_ptr)
     if KIND == 2:
+        # The adjoint behind a window is nothing to the one at its start.
+        window = tl.load(windows_ptr + (index * HV + head) * 2 + 1)
+        length = tl.where(window < 0, length, tl.minimum(length, window * 64))
         length = tl.where(before > 0, length, 0)
+        after = tl.where(window < 0, after, 1)
     dtype: tl.constexpr = k_ptr.dtype.element_ty
     WIDTH: tl.constexpr = V if V % BV == 0 else BV
     qk_head = head // (HV // H)
@@ -212,7 +223,8 @@ def adjoint_chain(
 @triton.jit(do_not_specialize=["T", "chunks_per_row"])
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, rows_ptr, p_ptr, x_ptr, h0_ptr, cu_ptr, offsets_ptr,
-    o_ptr, ht_ptr, h_ptr, delta_ptr, starts_ptr, source_ptr, end_ptr, table_ptr, states_ptr, T, chunks_per_row,
+    o_ptr, ht_ptr, h_ptr, delta_ptr, starts_ptr, source_ptr, end_ptr, table_ptr, windows_ptr, states_ptr,
+    T, chunks_per_row,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     VARLEN: tl.constexpr, HAS_H0: tl.constexpr, STORE_HT: tl.constexpr, STORE_H: tl.constexpr, OUTPUT: tl.constexpr,
     SPAN: tl.constexpr, LEG: tl.constexpr, KIND: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr,
@@ -220,7 +232,7 @@ def forward_kernel(
     """One CTA per (document or piece, value head, V block)."""
     forward_chain(
         q_ptr, k_ptr, v_ptr, rows_ptr, p_ptr, x_ptr, h0_ptr, cu_ptr, offsets_ptr,
-        o_ptr, ht_ptr, h_ptr, delta_ptr, starts_ptr, source_ptr, end_ptr, table_ptr, states_ptr,
+        o_ptr, ht_ptr, h_ptr, delta_ptr, starts_ptr, source_ptr, end_ptr, table_ptr, windows_ptr, states_ptr,
         tl.program_id(0), T, chunks_per_row,
         H, HV, K, V, BK, BV, VARLEN, HAS_H0, STORE_HT, STORE_H, OUTPUT, SPAN, LEG, KIND, DOT, STAGES,
     )  # fmt: skip
@@ -230,7 +242,7 @@ def forward_kernel(
 def adjoint_kernel(
     do_ptr, dht_ptr, q_ptr, k_ptr, v_ptr, rows_ptr, p_ptr, x_ptr, h0_ptr, cu_ptr,
     offsets_ptr, dh_ptr, dr_ptr, dh0_ptr, h_ptr, delta_ptr, end_ptr, target_ptr, carried_ptr, carry_ptr,
-    leg_cu_ptr, leg_offsets_ptr, leg_source_ptr, starts_ptr, table_ptr, adjoints_ptr, states_ptr,
+    leg_cu_ptr, leg_offsets_ptr, leg_source_ptr, starts_ptr, table_ptr, windows_ptr, adjoints_ptr, states_ptr,
     chains, T, chunks_per_row,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     VARLEN: tl.constexpr, HAS_H0: tl.constexpr, HAS_DHT: tl.constexpr, STORE_DH0: tl.constexpr, REPLAY: tl.constexpr,
@@ -243,14 +255,14 @@ def adjoint_kernel(
     if pid < chains:
         adjoint_chain(
             do_ptr, dht_ptr, q_ptr, k_ptr, rows_ptr, p_ptr, x_ptr, cu_ptr, offsets_ptr,
-            dh_ptr, dr_ptr, dh0_ptr, end_ptr, target_ptr, carried_ptr, carry_ptr, table_ptr, adjoints_ptr,
+            dh_ptr, dr_ptr, dh0_ptr, end_ptr, target_ptr, carried_ptr, carry_ptr, table_ptr, windows_ptr, adjoints_ptr,
             pid, T, chunks_per_row,
             H, HV, K, V, BK, BV, VARLEN, HAS_DHT, STORE_DH0, SPAN, KIND, DOT, STAGES,
         )  # fmt: skip
     elif REPLAY:
         forward_chain(
             q_ptr, k_ptr, v_ptr, rows_ptr, p_ptr, x_ptr, h0_ptr, leg_cu_ptr, leg_offsets_ptr,
-            dr_ptr, dh0_ptr, h_ptr, delta_ptr, starts_ptr, leg_source_ptr, None, table_ptr, states_ptr,
+            dr_ptr, dh0_ptr, h_ptr, delta_ptr, starts_ptr, leg_source_ptr, None, table_ptr, windows_ptr, states_ptr,
             pid - chains, T, chunks_per_row,
             H, HV, K, V, BK, BV, VARLEN, HAS_H0, False, True, False, SPAN, 0, KIND, DOT, STAGES,
         )  # fmt: skip

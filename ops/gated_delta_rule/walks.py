@@ -43,8 +43,8 @@ class Documents(NamedTuple):
     Parts of a span are documents too, with lists of whose their states are (`span_tables`): `source` for a forward walk
     and `end` where it keeps start states, `end` and `target` for an adjoint one. `count` bounds them then.
 
-    Pieces of documents (`pieces.py`): how many slots, a table instead of boundaries, the start states and the adjoints
-    of the end states by slot [slots, HV, K, V] fp32, which a summary writes.
+    Pieces of documents (`pieces.py`): how many slots, a table instead of boundaries, the windows that summaries walk, the
+    start states and the adjoints of the end states by slot [slots, HV, K, V] fp32, which a summary writes.
     """
 
     count: int
@@ -55,6 +55,7 @@ class Documents(NamedTuple):
     target: Tensor | None = None
     kind: int = WHOLE
     table: Tensor | None = None
+    windows: Tensor | None = None
     states: Tensor | None = None
     adjoints: Tensor | None = None
 
@@ -104,7 +105,7 @@ def forward_walk(
     span = documents.source is not None
     arguments = (
         *chunks, h0, documents.cu, documents.offsets, o, final, h, delta, starts, documents.source, documents.end,
-        documents.table, documents.states, p.T, p.chunks_per_row,
+        documents.table, documents.windows, documents.states, p.T, p.chunks_per_row,
     )  # fmt: skip
     launch(
         forward_kernel, documents.count * p.HV * -(-p.V // config.BV), arguments, p.device, H=p.H, HV=p.HV, K=p.K,
@@ -134,8 +135,8 @@ def backward_walks(
     legs, starts, carried, carry = (documents, None, None, None) if span is None else span
     arguments = (
         do, dht, *chunks, h0, documents.cu, documents.offsets, dh, dr, dh0, h, delta, documents.end, documents.target,
-        carried, carry, legs.cu, legs.offsets, legs.source, starts, documents.table, documents.adjoints,
-        documents.states, chains, p.T, p.chunks_per_row,
+        carried, carry, legs.cu, legs.offsets, legs.source, starts, documents.table, documents.windows,
+        documents.adjoints, documents.states, chains, p.T, p.chunks_per_row,
     )  # fmt: skip
     launch(
         adjoint_kernel, chains + (legs.count * wide if replay else 0), arguments, p.device, H=p.H, HV=p.HV, K=p.K,
@@ -152,18 +153,19 @@ def adjoint_summaries(p: Problem, chunks: Chunks, pieces: Documents, do: Tensor,
     backward_walks(p, chunks, pieces, do, dht, None, none, do, none, none, none, store_dh0=False, replay=False)
 
 
-def piece_maps(p: Problem, chunks: Chunks, slots: int, table: Tensor, maps: Tensor) -> None:
-    """Maps [slots, HV, K, K] fp32 of the pieces in the middle of a document; the rest stays as it is."""
+def piece_maps(p: Problem, chunks: Chunks, slots: int, table: Tensor, windows: Tensor, maps: Tensor) -> None:
+    """Maps [slots, HV, K, K] fp32 of the pieces in the middle of a document that have no window; the rest stays as it
+    is."""
     if uses_hopper(p):
         from . import hopper_walks
 
-        return hopper_walks.piece_maps(p, chunks, slots, table, maps)
+        return hopper_walks.piece_maps(p, chunks, slots, table, windows, maps)
     from ..kcp.map_kernel import map_kernel
 
     config = select(p.dtype.itemsize, p.K, p.V).scan
     BN, stages = min(config.BV, block_width(p.K)), min(config.num_stages, 2)  # with 3, one CTA an SM, not two
+    arguments = (chunks.k, chunks.table, chunks.x, None, None, table, windows, maps, p.T)
     launch(
-        map_kernel, slots * p.HV * -(-p.K // BN), (chunks.k, chunks.table, chunks.x, None, None, table, maps, p.T),
-        p.device, H=p.H, HV=p.HV, K=p.K, BK=block_width(p.K), BN=BN, DOT=p.dot, STAGES=stages, PIECES=True,
+        map_kernel, slots * p.HV * -(-p.K // BN), arguments, p.device, H=p.H, HV=p.HV, K=p.K, BK=block_width(p.K), BN=BN, DOT=p.dot, STAGES=stages, PIECES=True,
         num_warps=config.num_warps,
     )  # fmt: skip

@@ -25,6 +25,7 @@ Where a document may have more than L chunks (`configs.piece_length`, of heads, 
 pieces (`pieces.py`), S = NC // L + N at most; row_table and scores are of all chunks then, in spans too, and
 
 | piece_table             | 64 S                  | every phase on CUDA                                              |
+| piece_windows           | 8 S HV                | as piece_table                                                   |
 | piece_maps              | 4 S HV K K            | every phase on CUDA                                              |
 | piece_states            | 4 S HV K V            | as piece_table, but not a backward given h or start states       |
 | piece_adjoints          | 4 S HV K V            | every backward on CUDA                                           |
@@ -142,7 +143,8 @@ class Sizes(NamedTuple):
             return {}
         slots = self.NC // cut + self.documents
         state, backward = self.f * slots * self.HV * self.K * self.V, phase not in ("inference", "forward")
-        sizes = {"piece_table": 64 * slots, "piece_maps": self.f * slots * self.HV * self.K * self.K}
+        sizes = {"piece_table": 64 * slots, "piece_windows": 8 * slots * self.HV}
+        sizes["piece_maps"] = self.f * slots * self.HV * self.K * self.K
         if phase != "full" and (plan is None or phase != "backward_kept"):
             sizes["piece_states"] = state
         return {**sizes, "piece_adjoints": state} if backward else sizes

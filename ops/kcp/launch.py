@@ -92,7 +92,7 @@ class DeviceForwardRun(_DeviceRun):
             config = self.configs.scan
             BN, stages = min(config.BV, block_width(p.K)), min(config.num_stages, 2)  # with 3, one CTA an SM, not two
             chosen_segments = index_tensor(chosen, p.device)
-            arguments = (self.k, self.table, self.prep[3], self.cu, self.offsets, chosen_segments, out, p.T)
+            arguments = (self.k, self.table, self.prep[3], self.cu, self.offsets, chosen_segments, None, out, p.T)
             launch(
                 map_kernel, len(chosen) * p.HV * -(-p.K // BN), arguments, p.device, H=p.H, HV=p.HV, K=p.K,
                 BK=block_width(p.K), BN=BN, DOT=p.dot, STAGES=stages, PIECES=False, num_warps=config.num_warps,

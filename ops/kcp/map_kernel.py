@@ -36,13 +36,14 @@ def _dot_wide(a, b, DOT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T"])
 def map_kernel(
-    k_ptr, rows_ptr, x_ptr, cu_ptr, offsets_ptr, which_ptr, map_ptr, T,
+    k_ptr, rows_ptr, x_ptr, cu_ptr, offsets_ptr, which_ptr, windows_ptr, map_ptr, T,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
     DOT: tl.constexpr, STAGES: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     """One CTA per (chosen segment, value head, block of BN columns); `which_ptr`: segment of each of the maps.
 
-    PIECES: `which_ptr` is a table of pieces, and those in the middle of a document have a map, in their slot.
+    PIECES: `which_ptr` is a table of pieces, and those in the middle of a document without a window have a map, in
+    their slot.
     """
     SPLITS: tl.constexpr = (K + BN - 1) // BN
     pid = tl.program_id(0)
@@ -51,7 +52,7 @@ def map_kernel(
     index = pid // (SPLITS * HV)
     if PIECES:
         start, length, first, _, before, after = locate_piece(index, which_ptr)
-        if (before <= 0) | (after <= 0):
+        if (before <= 0) | (after <= 0) | (tl.load(windows_ptr + (index * HV + head) * 2) >= 0):
             return
     else:
         segment = tl.load(which_ptr + index)
