@@ -1,6 +1,6 @@
 """The backward of a call span by span, last to first, in buffers of one span; `spans.py` says where they lie.
 
-    operands    row table and scores of the span's chunks
+    operands    row table and scores of the span's chunks; those of all are there already where documents are in pieces
     walks       its chains backwards, from the adjoint carried over; its legs replayed side by side
     gradients   of its chunks
 
@@ -99,11 +99,15 @@ def backward_in_spans(p: Problem, plan: SpanPlan, call: Call, buffers: Buffers, 
     if buffers.missing and ends is None:
         for chains, _ in spans:
             _keep_starts(part, call, buffers, chains)
-    if ends is not None:
-        buffers = buffers._replace(table=buffers.table[: plan.rows], scores=buffers.scores[: plan.rows])
     carried, carry = buffers.carry.unbind(0)
-    for chains, legs in reversed(spans):
-        _one_span(part, call, buffers, chains, Span(legs, buffers.starts, carried if ends is None else ends, carry))
+    for i, (chains, legs) in reversed([*enumerate(spans)]):
+        span = Span(legs, buffers.starts, carried if ends is None else ends, carry)
+        if ends is None:
+            chunks = _operands(part, call, buffers, chains, False)
+        else:
+            own = slice(i * plan.length, i * plan.length + plan.rows)
+            chunks = Chunks(call.q, call.k, call.v, buffers.table[own], buffers.scores[own], call.tapes[3])
+        _one_span(part, call, buffers, chunks, chains, span)
         carried, carry = carry, carried
 
 
@@ -155,12 +159,11 @@ def _keep_starts(part: Problem, call: Call, buffers: Buffers, chains: Documents)
     )  # fmt: skip
 
 
-def _one_span(part: Problem, call: Call, buffers: Buffers, chains: Documents, span: Span) -> None:
-    chunks = _operands(part, call, buffers, chains, False)
+def _one_span(part: Problem, call: Call, buffers: Buffers, chunks: Chunks, chains: Documents, span: Span) -> None:
     h, delta, dh = buffers.h, buffers.delta, buffers.dh
     backward_walks(
         part, chunks, chains, call.do, call.dht, call.h0, dh, call.gradients[2], call.dh0, h, delta,
         store_dh0=call.h0 is not None, replay=True, span=span,
     )  # fmt: skip
-    tapes = GradientTapes(call.q, call.k, buffers.table, *call.tapes[1:3], h, delta)
+    tapes = GradientTapes(call.q, call.k, chunks.table, *call.tapes[1:3], h, delta)
     chunk_gradients(part, tapes, chains, call.do, dh, call.gradients, call.scale, call.l2norm)

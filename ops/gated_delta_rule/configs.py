@@ -112,7 +112,8 @@ def walks_for_hopper(
 # dtype alone, never from the pack, so a document has the same bits packed and alone. It is a multiple of SPANS.leg.
 #        most chains, L
 CUTS = ((16, 64), (34, 256))
-# What decays by e^-FAINT over the last chunks of a piece is nothing to its end state: 4e-44, below fp32's smallest number.
+# What decays by e^-FAINT over the last chunks of a piece is nothing to its end state: fp32 ends, in normal numbers, at
+# 1.2e-38, and this is 4e-44.
 FAINT = 100.0
 # 16-bit terms in which the Hopper map kernel takes M, beta E and the update: two hold 16 bits of fp32's 24.
 MAP_TERMS = 2

@@ -187,7 +187,7 @@ def gradient_kernel(
     chunk = pid // H
     qk_head = pid - chunk * H
     if VARLEN:  # noqa: SIM102 (a constexpr guards a load)
-        if chunk >= tl.load(offsets_ptr + documents):
+        if (chunk < tl.load(offsets_ptr)) | (chunk >= tl.load(offsets_ptr + documents)):
             return
     token, valid = locate_chunk(chunk, cu_ptr, offsets_ptr, documents, T, chunks_per_row, VARLEN)
     GROUP: tl.constexpr = HV // H

@@ -131,11 +131,12 @@ def hopper_gradient_kernel(
 ):  # fmt: skip
     """CTAs of 4 + 4 + 2 + 1 warps; `dr_desc` and `dv_ptr` are one tensor: dR on entry, dV on exit.
 
-    SPAN: delta is by chunk.
+    SPAN: delta is by chunk, and the first chunk may not be 0.
     """
     first = gl.program_id(0)
     programs = gl.num_programs(0)
     if VARLEN:
+        first += gl.load(offsets_ptr).to(gl.int32) * H
         items = gl.load(offsets_ptr + documents).to(gl.int32) * H
     else:
         items = chunks * H

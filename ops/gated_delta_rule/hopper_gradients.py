@@ -38,7 +38,7 @@ def chunk_gradients(
         TensorMap(dh, (dh.numel() // 128, 128), STATE),
         TensorMap(q, keys, TILE_128),
         TensorMap(k, keys, TILE_128),
-        TensorMap(tapes.table, (p.chunks * p.HV * 320,), ROW),
+        TensorMap(tapes.table, (tapes.table.numel(),), ROW),
         tapes.k_rstd, tapes.qscale, documents.cu, documents.offsets, *gradients,
         1.0 / scale if scale else 0.0, documents.count, p.T, p.chunks, p.chunks_per_row,
     )  # fmt: skip

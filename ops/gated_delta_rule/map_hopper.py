@@ -116,8 +116,8 @@ def hopper_map_kernel(
     k_desc, rows_desc, x_desc, table_ptr, windows_ptr, maps_ptr,
     H: gl.constexpr, HV: gl.constexpr, STAGES: gl.constexpr, TERMS: gl.constexpr,
 ):  # fmt: skip
-    """One CTA of 4 + 1 warps per (piece, value head, block of 64 columns); the end pieces of a document have no map, nor
-    has a piece with a window."""
+    """One CTA of 4 + 1 warps per (piece, value head, block of 64 columns); no map for the end pieces of a document,
+    nor for a piece with a window."""
     pid = gl.program_id(0)
     head = pid // 2 % HV
     index = pid // (2 * HV)

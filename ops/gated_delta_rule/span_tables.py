@@ -9,7 +9,9 @@ more. What the bound leaves over are empty parts at the end. Three lists say who
     target   where the adjoint before the part goes: n, document n's initial state, or -1, carried on
 
 Where documents are walked in pieces, those are the parts: an end is -3 - slot, by the slots of `pieces.py`, and a
-target that is no document's is -2, since nothing is carried. End and target of an empty part are -2.
+target that is no document's is -2, since nothing is carried. Chunks are counted from the multiple of `length` before
+the span's start then: the host knows where that lies in the tables of all chunks. End and target of an empty part are
+-2.
 
 Tables of a span, in order: the chains (parts of documents) with their tokens, chunks, source, end and target, then the
 legs with tokens, chunks and source.
@@ -94,6 +96,9 @@ def span_tables_kernel(
     leg_source = leg_chunks + P1
     begin = _boundary(span * length, offsets_ptr, documents, chunks_per_row, STEP, VARLEN)
     stop = _boundary(span * length + length, offsets_ptr, documents, chunks_per_row, STEP, VARLEN)
+    origin = begin
+    if CUT:
+        origin = span * length
     chain_count = 0
     leg_count = 0
     last = 0
@@ -119,7 +124,7 @@ def span_tables_kernel(
         index = chain_count + tl.cumsum(chain.to(tl.int32), 0) - 1
         kept = chain & (index < chains)
         tl.store(chain_tokens + index, token + inner * 64, mask=kept)
-        tl.store(chain_chunks + index, chunk - begin, mask=kept)
+        tl.store(chain_chunks + index, chunk - origin, mask=kept)
         tl.store(chain_source + index, source, mask=kept)
         tl.store(chain_end + index, end, mask=kept)
         tl.store(chain_target + index, target, mask=kept)
@@ -128,11 +133,11 @@ def span_tables_kernel(
         index = leg_count + tl.cumsum(leg.to(tl.int32), 0) - 1
         kept = leg & (index < legs)
         tl.store(leg_tokens + index, token + inner * 64, mask=kept)
-        tl.store(leg_chunks + index, chunk - begin, mask=kept)
+        tl.store(leg_chunks + index, chunk - origin, mask=kept)
         tl.store(leg_source + index, source, mask=kept)
         leg_count += tl.sum(leg.to(tl.int32))
-    _fill(chain_tokens, chain_chunks, chain_count, chains, last, stop - begin, BLOCK)
-    _fill(leg_tokens, leg_chunks, leg_count, legs, last, stop - begin, BLOCK)
+    _fill(chain_tokens, chain_chunks, chain_count, chains, last, stop - origin, BLOCK)
+    _fill(leg_tokens, leg_chunks, leg_count, legs, last, stop - origin, BLOCK)
     _mark(chain_source, chain_count, chains, -1, BLOCK)
     _mark(chain_end, chain_count, chains, -2, BLOCK)
     _mark(chain_target, chain_count, chains, -2, BLOCK)

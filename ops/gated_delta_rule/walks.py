@@ -43,8 +43,8 @@ class Documents(NamedTuple):
     Parts of a span are documents too, with lists of whose their states are (`span_tables`): `source` for a forward walk
     and `end` where it keeps start states, `end` and `target` for an adjoint one. `count` bounds them then.
 
-    Pieces of documents (`pieces.py`): how many slots, a table instead of boundaries, the windows that summaries walk, the
-    start states and the adjoints of the end states by slot [slots, HV, K, V] fp32, which a summary writes.
+    Pieces of documents (`pieces.py`): how many slots, a table instead of boundaries, the windows that summaries walk,
+    the start states and the adjoints of the end states by slot [slots, HV, K, V] fp32, which a summary writes.
     """
 
     count: int
@@ -166,6 +166,6 @@ def piece_maps(p: Problem, chunks: Chunks, slots: int, table: Tensor, windows: T
     BN, stages = min(config.BV, block_width(p.K)), min(config.num_stages, 2)  # with 3, one CTA an SM, not two
     arguments = (chunks.k, chunks.table, chunks.x, None, None, table, windows, maps, p.T)
     launch(
-        map_kernel, slots * p.HV * -(-p.K // BN), arguments, p.device, H=p.H, HV=p.HV, K=p.K, BK=block_width(p.K), BN=BN, DOT=p.dot, STAGES=stages, PIECES=True,
-        num_warps=config.num_warps,
+        map_kernel, slots * p.HV * -(-p.K // BN), arguments, p.device, H=p.H, HV=p.HV, K=p.K,
+        BK=block_width(p.K), BN=BN, DOT=p.dot, STAGES=stages, PIECES=True, num_warps=config.num_warps,
     )  # fmt: skip

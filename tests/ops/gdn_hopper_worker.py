@@ -3,7 +3,8 @@
 Prints, as JSON, relative RMS errors against the float64 recurrence of the plain walks and of the Hopper walks; with
 "segments" for the save mode, of one call and of a context of one rank that cuts its documents in P = 1 and 2; with
 "spans", of a backward in one span that keeps h and delta and of one in many that was given nothing, after bits; with
-"pieces", of documents walked whole and in pieces of one chunk.
+"pieces", of documents walked whole and in pieces of one chunk, with "windows" in pieces of two, of which those of one
+head have windows of one.
 """
 
 from __future__ import annotations
@@ -138,6 +139,19 @@ def measure_spans(lengths: tuple[int, ...], seed: int) -> dict[str, list[float]]
     return {n: [relative_rms(r[n], expected[n]) for r in (kept, light)] for n in NAMES}
 
 
+def measure_windows(lengths: tuple[int, ...], seed: int, heads: int, value_heads: int) -> dict[str, list[float]]:
+    """Relative RMS of documents walked whole and in pieces of two chunks, the last head decaying by e^-128 a chunk."""
+    sizes = {"heads": heads, "value_heads": value_heads, "key_width": 128, "value_width": 128}
+    case = make_case(lengths, dtype=torch.float16, **sizes)
+    case.g[..., -1] = -2.0
+    emulate(seed)
+    torch.use_deterministic_algorithms(True)  # fills what torch.empty returns with NaN
+    expected, whole = oracle(case, 128**-0.5, True), run(case, True, "light")
+    configs.CUTS = ((1 << 30, 2),)
+    cut = run(case, True, "light")
+    return {n: [relative_rms(r[n], expected[n]) for r in (whole, cut)] for n in NAMES}
+
+
 def measure_pieces(lengths: tuple[int, ...], seed: int, heads: int, value_heads: int) -> dict[str, list[float]]:
     """Relative RMS of documents walked whole and in pieces; packed and alone, whole and in spans, pieces have the same
     bits."""
@@ -168,6 +182,8 @@ if __name__ == "__main__":
         print(json.dumps(measure_pieces(lengths, seed, heads, value_heads)))
     elif mode == "equal_keys":
         print(json.dumps(measure_equal_keys(lengths, seed, heads, value_heads)))
+    elif mode == "windows":
+        print(json.dumps(measure_windows(lengths, seed, heads, value_heads)))
     elif mode == "spans":
         print(json.dumps(measure_spans(lengths, seed)))
     elif mode == "segments":

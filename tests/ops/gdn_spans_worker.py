@@ -20,7 +20,7 @@ from ple_gdn.ops.gated_delta_rule.spans import start_count
 
 def expected_tables(lengths: list[int], length: int, leg: int, count: int, cut: int) -> list[tuple[list, list]]:
     """Chains (token, chunk in the span, source, end, target) and legs (the first three) of each span; chains are pieces
-    of `cut` chunks unless it is 0."""
+    of `cut` chunks unless it is 0, and then chunks are counted from a multiple of `length`."""
     grid, token = [], 0  # of every chunk: document, its number there, first token, slot of a start state
     for document, n in enumerate(lengths):
         grid += [(document, i, token + 64 * i, token // (64 * leg)) for i in range(-(-n // 64))]
@@ -31,7 +31,7 @@ def expected_tables(lengths: list[int], length: int, leg: int, count: int, cut: 
         starts.append(next((c for c in behind if grid[c][1] % step == 0), len(grid)))
     spans = []
     for begin, stop in pairwise(starts):
-        chains, legs = [], []
+        chains, legs, origin = [], [], len(spans) * length if cut else begin
         for c in range(begin, stop):
             document, i, first, slot = grid[c]
             source = slot + i // leg - 1 if i else -1 - document
@@ -39,18 +39,18 @@ def expected_tables(lengths: list[int], length: int, leg: int, count: int, cut: 
             last = i + cut >= sum(other[0] == document for other in grid)
             if cut and i % cut == 0:
                 end = document if last else -3 - ((c - i) // cut + document + i // cut)
-                chains.append((first, c - begin, source, end, -2 if i else document))
+                chains.append((first, c - origin, source, end, -2 if i else document))
             elif not cut and (i == 0 or c == begin):
-                chains.append((first, c - begin, source, document if inside else -3, -1 if i else document))
+                chains.append((first, c - origin, source, document if inside else -3, -1 if i else document))
             if i % leg == 0:
-                legs.append((first, c - begin, source))
+                legs.append((first, c - origin, source))
         spans.append((chains, legs))
     return spans
 
 
 def check_tables(lengths: list[int], leg: int, span_bytes: int, rows: int = 0, pieces: int = 0) -> None:
     """Of a pack, or of `rows` batch rows of one length; documents in pieces of so many legs, if they are longer."""
-    configs.SPANS = configs.SpanConfig(leg, 0, span_bytes)
+    configs.SPANS = configs.SpanConfig(leg, span_bytes if pieces else 0, span_bytes)
     configs.CUTS = ((1 << 30, pieces * leg),) if pieces else ()
     boundaries = torch.tensor((0, *lengths)).cumsum(0)
     T = lengths[0] if rows else int(boundaries[-1]) + 7

@@ -25,7 +25,7 @@ FP32 = {
 }
 INDICES = {
     *("cu_ptr", "offsets_ptr", "source_ptr", "end_ptr", "target_ptr", "out_ptr"),
-    *("leg_cu_ptr", "leg_offsets_ptr", "leg_source_ptr"),
+    *("leg_cu_ptr", "leg_offsets_ptr", "leg_source_ptr", "windows_ptr"),
 }
 WALK = {"VARLEN": True, "HAS_H0": True, "DOT": "tf32x3"}
 
@@ -37,7 +37,8 @@ def specs(itemsize: int, K: int, V: int, H: int = 16, HV: int = 48) -> dict[str,
     tiles = {**common, "V": V, "BK": block_width(K)}
     walk = {**tiles, **WALK, "BV": config.scan.BV, "STAGES": config.scan.num_stages}
     flags = {"VARLEN": True, "L2NORM": True, "DOT": "tf32x3"}
-    fold = {"HV": HV, "K": K, "V": V, "BK": block_width(K), "VARLEN": True, "DOT": "tf32x3", **FOLD}
+    fold = {"HV": HV, "K": K, "V": V, "BK": block_width(K), "DOT": "tf32x3", **FOLD}
+    pieces = {**common, "BK": block_width(K), "LENGTH": 256, "BLOCK": 256, "VARLEN": True}
     return {
         "prep": (
             prep.prep_kernel,
@@ -91,7 +92,8 @@ def specs(itemsize: int, K: int, V: int, H: int = 16, HV: int = 48) -> dict[str,
             {**walk, "HAS_DHT": True, "STORE_DH0": False, "REPLAY": False, "SPAN": False, "KIND": 2},
             config.scan.num_warps,
         ),
-        "piece table": (piece_kernels.piece_table_kernel, {"VARLEN": True, "BLOCK": 128}, 4),
+        "piece table": (piece_kernels.piece_kernel, {**pieces, "L2NORM": True}, 4),
+        "piece table by long keys": (piece_kernels.piece_kernel, {**pieces, "L2NORM": False}, 4),
         "fold": (piece_kernels.fold_kernel, {**fold, "ADJOINT": False}, fold_warps(block_width(K))),
         "fold of adjoints": (piece_kernels.fold_kernel, {**fold, "ADJOINT": True}, fold_warps(block_width(K))),
         "gradient": (
@@ -115,7 +117,7 @@ def compile_for_hopper(itemsize: int, kernel: object, constants: dict, warps: in
             return "*i32"
         if name == "table_ptr":
             return "*i64"
-        return element if name.endswith("_ptr") else "fp32" if name.endswith("scale") else "i32"
+        return element if name.endswith("_ptr") else "fp32" if name.endswith(("scale", "threshold")) else "i32"
 
     signature = {name: kind(name) for name in kernel.arg_names}
     source = ASTSource(
@@ -142,6 +144,7 @@ STACK_LIMIT |= {
     **dict.fromkeys(PIECES, 32),
     "forward of pieces": 96,
     "piece table": 0,
+    "piece table by long keys": 0,
     "fold": 0,
     "fold of adjoints": 0,
 }

@@ -40,6 +40,7 @@ PACKAGE = "ple_gdn.ops.gated_delta_rule"
         ("70,0,65", "spans", (1, 1), True),
         ("66,0,194", "pieces", (1, 1), True),
         ("130,65", "equal_keys", (1, 2), True),
+        ("266", "windows", (1, 2), True),
         pytest.param("130,0,64,257", "pieces", (1, 2), True, marks=pytest.mark.slow),
         pytest.param("193,0,1,64,128,63", "light", (1, 2), True, marks=pytest.mark.slow),
         pytest.param("3,66", "light", (2, 6), False, marks=pytest.mark.slow),
@@ -104,7 +105,7 @@ def walk_once(module: object, seed: int, length: int = 321, stages: int = 2) -> 
     }  # fmt: skip
     shared = {
         **maps, "cu_ptr": None, "offsets_ptr": None, "T": length, "chunks_per_row": chunks,
-        "table_ptr": None, "states_ptr": None, "KIND": 0,
+        "table_ptr": None, "windows_ptr": None, "states_ptr": None, "KIND": 0,
         "H": 1, "HV": 1, "VARLEN": False, "STAGES": 2, "OUTPUT_STAGES": stages,
     }  # fmt: skip
     value, state = Descriptor(v, [64, 64]), Descriptor(states, [128, 64])
@@ -204,6 +205,7 @@ def compiled(kernel: object, constants: dict, maxnreg: int, tmp_path: Path) -> t
         wide = name in ("h0_ptr", "ht_ptr", "dht_ptr", "dh0_ptr", "starts_ptr", "carried_ptr", "carry_ptr")
         wide |= name in ("states_ptr", "maps_ptr")
         lists = ("cu_ptr", "offsets_ptr", "source_ptr", "end_ptr", "target_ptr")
+        lists = (*lists, "windows_ptr")
         kinds = {**dict.fromkeys(lists, "*i32"), "table_ptr": "*i64", "T": "i32", "chunks_per_row": "i32"}
         return kinds.get(name, "*fp32" if wide else "*bf16")
 
@@ -308,16 +310,17 @@ def test_the_map_kernel_fits_twice_on_a_multiprocessor_without_spills(tmp_path: 
 
 
 def map_once(module: object, seed: int) -> float:
-    """Relative error of the map of the second of three pieces of four chunks."""
+    """Relative error of the map of the second of four pieces of four chunks, of which the third has a window."""
     torch.manual_seed(0)
-    chunks, slots = 9, 3
+    chunks, slots = 13, 4
     k = torch.nn.functional.normalize(torch.randn(chunks * 64, 128), dim=-1).half()
     x = (torch.randn(chunks * 64, 64) / 16).half()
     rows, maps = torch.rand(chunks, 320) - 1, torch.zeros(slots, 128, 128)
-    table = torch.tensor([[64 * 4 * i, 256 if i < 2 else 64, 4 * i, 0, i, 2 - i, 0, 0] for i in range(slots)])
+    table = torch.tensor([[64 * 4 * i, 256 if i < 3 else 64, 4 * i, 0, i, 3 - i, 0, 0] for i in range(slots)])
+    windows = torch.tensor([[[w, w]] for w in (-1, -1, 2, -1)])
     arguments = {
         "k_desc": Descriptor(k, [64, 128]), "x_desc": Descriptor(x, [64, 64]),
-        "rows_desc": Descriptor(rows.view(-1), [64]), "table_ptr": table, "maps_ptr": maps,
+        "rows_desc": Descriptor(rows.view(-1), [64]), "table_ptr": table, "windows_ptr": windows, "maps_ptr": maps,
     }  # fmt: skip
     gluon_language.run(
         module.hopper_map_kernel, 2 * slots, {**arguments, "H": 1, "HV": 1, "STAGES": 3, "TERMS": 2}, seed
@@ -329,7 +332,7 @@ def map_once(module: object, seed: int) -> float:
         E = -start * (part @ M)
         M = M * rows[i, 319].double().exp() + part.T @ (beta * end * (E + tile @ (beta * E)))
     assert not maps[0].any()
-    assert not maps[2].any()
+    assert not maps[2:].any()
     return ((maps[1] - M).norm() / M.norm()).item()
 
 
@@ -349,6 +352,7 @@ MAP = {
     "too few bytes": ("64 * 64 * 2 + 4 * 64 * 4", "64 * 64 * 2 + 3 * 64 * 4"),
     "one term": ("sums = warpgroup_mma(middle, right, sums, is_async=True)", "pass"),
     "the last piece too": ("(before > 0) & (after > 0)", "(before > 0)"),
+    "a piece with a window too": ("(after > 0) & whole", "(after > 0)"),
 }  # fmt: skip
 
 
