@@ -22,17 +22,19 @@ def _transitions(
     """[BLOCK]: log of a bound on the norm of each chunk's transition, prod_t e^g_t (I - beta_t k_t k_t^T); 0 past the
     last. A factor's norm is max(1, |1 - beta |k|^2|), at most max(1, |1 - beta|) for a normed key."""
     index = tl.arange(0, BLOCK)
-    inner = tl.arange(0, 64)
+    bound = tl.zeros([BLOCK], tl.float32)
     qk_head = head // (HV // H)
     table = rows_ptr + ((first + index) * HV + head) * 320
     if L2NORM:
-        beta = tl.load(table[:, None] + inner[None, :], mask=(index < count)[:, None], other=0.0)
-        row = index[:, None] * 64 + inner[None, :]
-        k_rstd = tl.load(k_rstd_ptr + (begin + row) * H + qk_head, mask=row < rows, other=1.0)
-        # A key that is not finite has a factor of NaN or 0.
-        bound = tl.sum(tl.where(k_rstd > 0.0, _excess(tl.abs(1.0 - beta)), float("nan")), 1)
+        for part in range(0, 64, 16):
+            inner = part + tl.arange(0, 16)[None, :]
+            beta = tl.load(table[:, None] + inner, mask=(index < count)[:, None], other=0.0)
+            row = index[:, None] * 64 + inner
+            k_rstd = tl.load(k_rstd_ptr + begin * H + qk_head + row * H, mask=row < rows, other=1.0)
+            # A key that is not finite has a factor of NaN or 0.
+            bound += tl.sum(tl.where(k_rstd > 0.0, _excess(tl.abs(1.0 - beta)), float("nan")), 1)
     else:
-        bound = tl.zeros([BLOCK], tl.float32)
+        inner = tl.arange(0, 64)
         columns = tl.arange(0, BK)
         for i in tl.range(0, count, num_stages=3):
             at = k_ptr + ((begin + i * 64) * H + qk_head) * K

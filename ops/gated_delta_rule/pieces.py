@@ -13,14 +13,14 @@ stays, so prep, scores and gradients see none of it. Before the walks:
 **Windows.** Where gates decay, the end state of a piece comes from its last chunks alone. Per piece and value head b =
 G_C + sum_t log max(1, |1 - beta_t |k_t|^2|) bounds, chunk by chunk, the log of the norm of what a chunk does to a state
 (prod_t e^g_t (I - beta_t k_t k_t^T)). The window begins at the last chunk with sums of b <= -`configs.FAINT` from it,
-and from every chunk before it, to the end: what a state or an update of size 1 there leaves at the end is below 4e-44, where
-fp32 ends. A summary walks the window alone, from zero; the piece has no map and the fold begins anew behind it. The adjoint
-has windows of first chunks likewise. A piece without one is walked whole, as is each in which a gate, beta or key is
-not finite: it reaches the next piece. Other values that are not finite, and what comes to a piece with a window, end
-with the piece.
+and from every chunk before it, to the end: a state or an update of size 1 there leaves less than 4e-44 at the end,
+where fp32 ends. A summary walks the window alone, from zero; the piece has no map and the fold begins anew behind it.
+The adjoint has windows of first chunks likewise. A piece without one is walked whole, as is each in which a gate, beta
+or key is not finite: it reaches the next piece. Other values that are not finite, and what comes to a piece with a
+window, end with the piece.
 
-A document of one piece is walked at once as ever. Nothing depends on what else is in the pack, so packed = alone
-in every bit.
+A document of one piece is walked at once as ever. Nothing depends on what else is in the pack, so packed = alone in
+every bit.
 
 **Slots.** How many pieces there are, the host does not know. Piece i of document n has slot floor(o_n / L) + n + i, o_n
 the chunks before the document: never two in one, and floor(NC / L) + N slots are enough. Table row of a slot, int64:

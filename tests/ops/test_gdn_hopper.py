@@ -40,7 +40,7 @@ PACKAGE = "ple_gdn.ops.gated_delta_rule"
         ("70,0,65", "spans", (1, 1), True),
         ("66,0,194", "pieces", (1, 1), True),
         ("130,65", "equal_keys", (1, 2), True),
-        ("266", "windows", (1, 2), True),
+        ("1,266", "windows", (1, 2), True),
         pytest.param("130,0,64,257", "pieces", (1, 2), True, marks=pytest.mark.slow),
         pytest.param("193,0,1,64,128,63", "light", (1, 2), True, marks=pytest.mark.slow),
         pytest.param("3,66", "light", (2, 6), False, marks=pytest.mark.slow),
