@@ -4,8 +4,9 @@
 
 Checks, four classes side by side in processes of their own: pieces of 1 and 2 chunks against the float64 token
 recurrence, gates and keys of GDN.md, windows of some heads, equal bits of runs, save modes, spans, and of a document
-packed and alone; no synchronising call; then with the pinned L on long documents, with windows and with maps. Times: forward, forward and backward, peak memory, and
-every kernel by its role, for some L, with L = 0 for documents walked whole; `*` marks the pinned one. Tables come last.
+packed and alone; no synchronising call; then with the pinned L on long documents, with windows and with maps.
+Times: forward, forward and backward, peak memory, and every kernel by its role, for some L, with L = 0 for documents
+walked whole; `*` marks the pinned one. Tables come last.
 """
 
 from __future__ import annotations
@@ -110,7 +111,15 @@ def check(dtype: str, width: int) -> None:
     for l2norm in (True, False):
         case = on_gpu(decaying(make_case((500, 65), **sizes), l2norm))
         true = oracle(case, width**-0.5, l2norm)
-        compare(f"{name} windows {l2norm}", case, true, 2, STRESS[dtype], floors=floors, l2norm=l2norm)
+        compare(
+            f"{name} windows, {'normed' if l2norm else 'long'} keys",
+            case,
+            true,
+            2,
+            STRESS[dtype],
+            floors=floors,
+            l2norm=l2norm,
+        )
     if width == 128:
         long_documents(name, sizes)
 
@@ -133,7 +142,7 @@ def decaying(case: Case, l2norm: bool) -> Case:
     if l2norm:
         return case
     k = 1.2 * torch.nn.functional.normalize(case.k.float(), dim=-1)
-    return case._replace(k=k.to(case.k.dtype), q=(case.q.float() / case.q.shape[-1] ** 0.5).to(case.q.dtype))
+    return case._replace(k=k.to(case.k.dtype))
 
 
 def compare(
@@ -259,8 +268,8 @@ def clock(repeats: int = 7) -> None:
 
 
 def variants() -> None:
-    """At the pack, with the pinned L: no windows, and then maps of 24 bits; chains by one or two on a multiprocessor, other
-    spans."""
+    """At the pack, with the pinned L: no windows, then maps of 24 bits too; chains by one or two on a multiprocessor,
+    other spans."""
     from ple_gdn.ops.gated_delta_rule import hopper_walks
 
     lengths, H, HV, _ = SHAPES["pack (2, 6)"]

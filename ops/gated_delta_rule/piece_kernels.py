@@ -89,7 +89,7 @@ def piece_kernel(
         tl.store(row + 3, low.to(tl.int64))
         tl.store(row + 4, tl.where(used, before, -1))
         tl.store(row + 5, tl.where(used, pieces - 1 - before, -1))
-    count = (rows + 63) // 64
+    count = tl.where(pieces > 1, (rows + 63) // 64, 0)  # a document of one piece has no summary
     index = tl.arange(0, BLOCK)
     bound = _transitions(
         k_ptr, k_rstd_ptr, rows_ptr, begin, rows, first, count, head, H, HV, K, BK, BLOCK, L2NORM

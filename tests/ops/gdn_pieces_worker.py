@@ -75,7 +75,8 @@ def check_windows(lengths: tuple[int, ...], l2norm: bool, seed: int) -> int:
                 bound = torch.where(factor <= 1, 0.0, factor.log()).sum() + G[first + i, head].float()
                 known = bool((k_rstd[part, key] > 0).all())
                 bounds.append(bound.item() if known else math.nan)
-            expected[slot, head] = torch.tensor(windows_of(bounds))
+            if n < lengths[found[slot][3]]:
+                expected[slot, head] = torch.tensor(windows_of(bounds))
     rows[..., :64], rows[..., 319] = beta.float(), G.float()
     offsets = torch.tensor((0, *(-(-n // 64) for n in lengths))).cumsum(0)
     piece_kernel[(slots * HV,)](
