@@ -151,7 +151,12 @@ FORWARD = {
     "no wait for a release": (EMPTY, "pass"),
     "no release": (RELEASE, "pass"),
     "released before the last product": (
-        RELEASE, "pass", OUTPUT_RELEASE, "pass", LAST_WAIT, f"{RELEASE}; {OUTPUT_RELEASE}; {LAST_WAIT}",
+        RELEASE,
+        "pass",
+        OUTPUT_RELEASE,
+        "pass",
+        LAST_WAIT,
+        f"{RELEASE}; {OUTPUT_RELEASE}; {LAST_WAIT}",
     ),
     "released while a product reads": (RELEASE, "pass", "S = S * chunk", f"{RELEASE}; S = S * chunk"),
     "too few bytes": (BYTES, BYTES.replace("+ 4", "+ 3")),
