@@ -96,13 +96,10 @@ def backward_in_spans(p: Problem, plan: SpanPlan, call: Call, buffers: Buffers) 
     if buffers.missing:
         for chains, _ in spans:
             _keep_starts(part, call, buffers, chains)
-    for i, (chains, legs) in enumerate(reversed(spans)):
-        _one_span(part, call, buffers, chains, Span(legs, buffers.starts, *_in_turn(buffers.carry, i)))
-
-
-def _in_turn(carry: Tensor, i: int) -> tuple[Tensor, Tensor]:
-    first, second = carry.unbind(0)
-    return (second, first) if i % 2 else (first, second)
+    carried, carry = buffers.carry.unbind(0)
+    for chains, legs in reversed(spans):
+        _one_span(part, call, buffers, chains, Span(legs, buffers.starts, carried, carry))
+        carried, carry = carry, carried
 
 
 def _tables(p: Problem, plan: SpanPlan, call: Call, out: Tensor) -> list[tuple[Documents, Documents]]:
@@ -112,9 +109,9 @@ def _tables(p: Problem, plan: SpanPlan, call: Call, out: Tensor) -> list[tuple[D
         span_tables_kernel, plan.count, (call.cu, call.offsets, out, *sizes), p.device, LEG=configs.SPANS.leg,
         VARLEN=p.varlen, BLOCK=128, num_warps=4,
     )  # fmt: skip
-    spans = []
+    spans, widths = [], plan.widths
     for row in out.unbind(0):
-        tokens, chunks, source, end, target, *legs = row.split(plan.widths)
+        tokens, chunks, source, end, target, *legs = row.split_with_sizes(widths)
         chains = Documents(plan.chains, tokens, chunks, source, end, target, plan.together)
         spans.append((chains, Documents(plan.legs, *legs)))
     return spans

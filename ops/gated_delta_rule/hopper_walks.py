@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 import torch
@@ -80,7 +81,7 @@ def backward_walks(
         # The adjoint walk, first in its stream, has its multiprocessors before the legs come: no other CTA fits beside
         # one of its 142 KB. They take the multiprocessors that are left, and its own when it ends.
         legs, starts = (documents, None) if span is None else span[:2]
-        with torch.cuda.stream(side):
+        with contextlib.nullcontext() if side is None else torch.cuda.stream(side):
             forward_walk(
                 p, chunks, legs, h0, dr, dh0, h, delta, store_final=False, store_h=True, output=False, starts=starts,
                 leg=0,
