@@ -289,8 +289,10 @@ def needed_phases(save_mode: str, hand_off: bool) -> tuple[str, ...]:
     """Phases that a workspace given to one call has to serve."""
     if save_mode == "none":
         return ("inference",)
-    backward = "full" if save_mode == "full" else "backward_kept" if hand_off else "backward_replay"
-    return ("inference", "forward", backward)
+    if save_mode == "full":
+        return ("inference", "forward", "full")
+    # Start states may bring a backward with kept tapes into spans, whose buffers many short documents make the larger.
+    return ("inference", "forward", *(() if hand_off else ("backward_replay",)), "backward_kept")
 
 
 def backward_phase(tapes: Tapes) -> str:

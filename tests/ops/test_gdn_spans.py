@@ -91,6 +91,16 @@ def test_start_states_are_the_states_in_front_of_legs(
         chunk += count
 
 
+@pytest.mark.parametrize("documents", [1, 8, 32, 500])
+def test_a_workspace_serves_a_backward_with_and_without_tapes(documents: int) -> None:
+    lengths = torch.full((documents,), 4096 // documents)
+    boundaries = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    T = int(boundaries[-1])
+    sizes = Sizes(T, T // 64 + documents, 2, 4, 64, 64, 2)
+    needed = ple_gdn.gdn_workspace_bytes(boundaries, 2, 4, 64, 64, dtype=torch.bfloat16)
+    assert needed == max(sizes.arena_bytes(phase) for phase in ("backward_kept", "backward_replay"))
+
+
 def test_short_calls_keep_no_start_states_and_long_ones_announce_theirs() -> None:
     sizes = {"dtype": torch.bfloat16}
     four = lambda T: T * (4 * 48 + 8 * 16 + 2 * 64 * 48)  # noqa: E731
