@@ -138,7 +138,7 @@ def test_the_evaluated_formulas_are_the_bytes_that_the_cuda_launchers_bind(
     bound, _ = launched(launch, case, phase)
     assert announced(case, "cuda").bytes(LAUNCHES[phase]) == bound.peak
     several = sum(-(-n // 64) for n in lengths) > 1
-    cut = {"backward_replay": several, "backward_kept": several or sum(lengths) >= 64}
+    cut = {"backward_replay": several, "backward_kept": several}
     assert ("carry" in bound.bound) == (spans and cut.get(phase, False))
 
 
