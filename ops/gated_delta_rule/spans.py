@@ -44,9 +44,10 @@ def start_count(tokens: Any) -> Any:
     """Start states that the forward keeps of `tokens` rows, of all batch rows together: a bound without cu_seqlens.
 
     Piece j > 0 of a document that begins at row r has slot (r // rows of a leg) + j - 1. No two share one: the first
-    kept leg of a later document starts a whole leg behind any start in an earlier one.
+    kept leg of a later document starts a whole leg behind any start in an earlier one. One more than that, for a tensor
+    that may be empty makes a trace ask whether it is, and the length would no longer be dynamic.
     """
-    return tokens // (CHUNK * configs.SPANS.leg)
+    return tokens // (CHUNK * configs.SPANS.leg) + 1
 
 
 def chunk_bytes(HV: int, K: int, V: int, itemsize: int) -> int:

@@ -11,7 +11,7 @@
 | starts | [S HV V K]        | fp32  | light       |
 
 `starts`, which travels in the place of h and has one axis, holds the states, each as [V, K], from which a backward in
-spans replays h: that in front of every 32nd chunk of a document (`spans.py`). S = B T // 2048: none up to 2047 rows.
+spans replays h: that in front of every 32nd chunk of a document (`spans.py`). S = B T // 2048 + 1.
 A tape that is not kept is an empty tensor of shape (0,). NC_max = B * ceil(T / 64), or T // 64 + N with `cu_seqlens`:
 a bound, so that no shape depends on the values of `cu_seqlens`. float64 inputs keep float64 tapes.
 """
