@@ -100,15 +100,15 @@ def call(case: Case, l2norm: bool, save_mode: str) -> dict[str, torch.Tensor]:
 
 
 def mixed(l2norm: bool) -> Case:
-    """A document of four pieces of two chunks and a short one. Heads, normed: no decay; strong decay and beta = 2; a
-    reset in the middle of the second piece and one in the third. Keys of norm 3: decay that growth wins over, and decay
-    that wins over growth, in two chunks alone."""
+    """A document of four pieces of two chunks and a short one. Heads, normed: slow decay, and a reset of two tokens (a
+    gate ends at -88) in the third piece; strong decay and beta = 2; no decay, and a reset in the second. Keys of norm
+    3: decay that growth wins over, and decay that wins over growth, in two chunks alone."""
     case = make_case((64 * 6 + 9, 5), heads=1, value_heads=3 if l2norm else 2, key_width=16, value_width=16)
     g, beta = case.g, case.beta
     if l2norm:
         g[..., 0], g[..., 1], g[..., 2] = -0.01, -1.7, 0.0
-        g[:, 64 * 2 + 40, 2] = -1e4
-        g[:, 64 * 4 + 3, 2] = -60.0
+        g[:, 64 * 4 + 3 : 64 * 4 + 5, 0] = -1e4
+        g[:, 64 * 2 + 40 : 64 * 2 + 42, 2] = -1e4
         beta[..., 1] = 2.0
         return case
     g[..., 0], g[..., 1] = -0.1, -1.7
