@@ -19,7 +19,7 @@ NC in h, dh, row_table and scores, and
 | delta                   | 64 e L HV V           |                                                                  |
 | carry                   | 8 HV K V              | the adjoint from span to span, read and written in turn          |
 | span_tables             | 4 bytes an entry      | where the parts of each span lie                                 |
-| starts                  | 4 (T // 2048 + 1) HV K V | backward when the forward's were not kept                        |
+| starts                  | 4 (T // 2048 + 1) HV K V | backward when the forward's were not kept                  |
 
 Where a document may have more than L chunks (`configs.piece_length`, of heads, widths and dtype), the walks take it in
 pieces (`pieces.py`), S = NC // L + N at most; row_table and scores are of all chunks then, in spans too, and
