@@ -170,7 +170,7 @@ def launch_forward(
             documents = pieces.walked(pieces.starts(h0, o if output else delta))
         forward_walk(
             p, chunks, documents, h0, o, final, h, delta, store_final=output_final_state, store_h=full, output=output,
-            starts=starts, leg=configs.SPANS.leg if save_mode == "light" else 0,
+            starts=starts, leg=configs.SPANS.leg if save_mode == "light" and start_count(p.B * p.T) > 1 else 0,
         )  # fmt: skip
         if p.varlen:
             arguments = (cu, o if output else delta, *tapes, delta, p.documents, p.T)
