@@ -139,26 +139,68 @@ def dispatch_kernel(x, y):
     gl.warp_specialize([(store_scalar, (y, value)), (store_scalar, (y + 1, value))], [1], [24])
 
 
+# One store and one load of shared memory, of neighbouring warps: as text, since Triton puts a barrier between its own.
+UNORDERED = gl.constexpr("""{
+.shared .align 4 .b32 cells[128];
+.reg .b32 first, at;
+mov.b32 first, cells;
+mad.lo.u32 at, $1, 4, first;
+st.shared.b32 [at], $1;
+xor.b32 at, $1, 32;
+mad.lo.u32 at, at, 4, first;
+ld.shared.b32 $0, [at];
+}""")
+CELLS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+
+
+@gluon.jit
+def swap_warps(y):
+    threads = gl.arange(0, 128, CELLS)
+    found = gl.inline_asm_elementwise(UNORDERED, "=r,r", [threads], dtype=gl.int32, is_pure=False, pack=1)
+    gl.store(y + threads, found.to(gl.float32))
+
+
+@gluon.jit
+def swap_kernel(x, y, z):
+    gl.warp_specialize([(swap_warps, (y,)), (store_scalar, (z, gl.load(x)))], [1], [24])
+
+
 def planted_race(device: str) -> list[Tensor]:
-    """What racecheck has to find: a tile that one partition writes and another reads, in any order."""
+    """What racecheck has to find, but cannot tell from `handed_over`: a tile one partition writes and another reads."""
     x, y = torch.ones(256, device=device), torch.zeros(256, device=device)
     hand_over_kernel[(8,)](x, y, False, num_warps=4, maxnreg=64)
     return [x]  # y is anything
 
 
-def ordered(device: str) -> list[Tensor]:
-    """Where racecheck may find only Triton's dispatch."""
-    x, y, z = torch.ones(256, device=device), torch.zeros(256, device=device), torch.zeros(2, device=device)
+def planted_race_within(device: str) -> list[Tensor]:
+    """What racecheck has to find: warps of one partition that write and read shared memory in any order."""
+    x, y = torch.ones(1, device=device), torch.zeros(128, device=device)
+    swap_kernel[(8,)](x, y, torch.zeros_like(x), num_warps=4, maxnreg=64)
+    return [x]  # y is anything
+
+
+def handed_over(device: str) -> list[Tensor]:
+    """What racecheck reports, though an mbarrier orders it."""
+    x, y = torch.ones(256, device=device), torch.zeros(256, device=device)
     hand_over_kernel[(8,)](x, y, True, num_warps=4, maxnreg=64)
-    dispatch_kernel[(8,)](x, z, num_warps=4, maxnreg=64)
-    assert bool((y == 1).all() & (z == 1).all())
-    return [y, z]
+    assert bool((y == 1).all())
+    return [y]
+
+
+def dispatch(device: str) -> list[Tensor]:
+    """Where racecheck may find only Triton's dispatch."""
+    x, y = torch.ones(1, device=device), torch.zeros(2, device=device)
+    dispatch_kernel[(8,)](x, y, num_warps=4, maxnreg=64)
+    assert bool((y == 1).all())
+    return [y]
 
 
 OPS: dict[str, Callable[[str], list[Tensor]]] = {
     f.__name__: f for f in (ple, gated_delta_rule, causal_conv1d, gated_residual)
 }
-PLANTED: dict[str, Callable[[str], list[Tensor]]] = {f.__name__: f for f in (planted, planted_race, ordered)}
+PLANTED: dict[str, Callable[[str], list[Tensor]]] = {
+    f.__name__: f for f in (planted, planted_race, planted_race_within, handed_over, dispatch)
+}
 
 
 def main() -> None:

@@ -1,9 +1,14 @@
-"""Reports of compute-sanitizer's racecheck: which are real, which the kernel's machine code shows to be none.
+"""Reports of compute-sanitizer's racecheck: which are none, which the tool cannot decide, which stand.
 
-racecheck takes the dispatch of Triton's warp specialisation for a race: it reports the reads of the partition's number
-and of its captures against the stores that the default warps made a barrier earlier or make a barrier later. Each such
-report names two instructions; `sass.Code` shows from the cubin that ran whether a barrier of the whole CTA lies between
-them. Nothing else is accepted, and no line of the tool is passed over.
+Each report names instructions; `sass.Code` reads from the cubin that ran what orders them.
+
+- Ordered: a barrier of the whole CTA lies between the two. So it is with the dispatch of Triton's warp specialisation,
+  whose reads of the partition's number and captures the tool reports against stores a barrier earlier or later.
+- `UNDECIDABLE`: they are ordinary accesses of different partitions. Only mbarriers order those, and the tool does not
+  know mbarriers: it reports the ordered hand-over of `sanitized.py` as it does the one ordered by nothing.
+- Refused: all else. Within one partition, or where partitions cannot be told, the barrier has to be shown.
+
+No line of the tool is passed over.
 """
 
 from __future__ import annotations
@@ -18,6 +23,10 @@ _ACCESS = re.compile(r"(Read|Write) access at (\S.*?)\+0x([0-9a-f]+)( in .*?)?( 
 _FIRST = re.compile(rf"(?:Error|Warning|Info): Race reported between {_ACCESS.pattern}")
 _OTHER = re.compile(rf"and {_ACCESS.pattern}")
 _SUMMARY = re.compile(r"RACECHECK SUMMARY: (\d+) hazards? displayed \(\d+ errors?, \d+ warnings?\)")
+
+ORDERED = "ordered by a barrier of the whole CTA"
+UNDECIDABLE = "between partitions, ordered by an mbarrier or by nothing: racecheck cannot tell"
+REFUSED = "not shown to be in order"
 
 
 class Access(NamedTuple):
@@ -59,30 +68,42 @@ def parsed(output: str) -> Report:
     return Report(races, strange)
 
 
-def ordered(race: list[Access], codes: list[Code]) -> bool:
-    """True where the code keeps the pairs apart in every variant of the kernel that the report may be about."""
+class Verdict(NamedTuple):
+    """Reports that stand, and those of accesses between partitions."""
+
+    refused: list[str]
+    undecidable: list[str]
+
+
+def classified(race: list[Access], codes: list[Code]) -> str:
+    """`ORDERED`, `UNDECIDABLE` or `REFUSED`: the worst of the race's pairs in the variants that it may be about."""
 
     def fits(code: Code) -> bool:
         return all(x.offset in code.at and code.instructions[code.at[x.offset]].may(x.kind) for x in race)
 
-    variants = [code for code in codes if fits(code)]
     first, *others = race
-    return bool(variants and others) and all(c.apart(first.offset, x.offset) for c in variants for x in others)
+    pairs = [(code, first.offset, x.offset) for code in codes if fits(code) for x in others]
+    left = [(code, one, other) for code, one, other in pairs if not code.apart(one, other)]
+    if not pairs or not all(code.between_partitions(one, other) for code, one, other in left):
+        return REFUSED
+    return UNDECIDABLE if left else ORDERED
 
 
-def unexplained(output: str, cubins: Path) -> list[str]:
-    """What of racecheck's output the code under `cubins`, all that ran, does not show to be in order."""
-    races, left = parsed(output)
+def judged(output: str, cubins: Path) -> Verdict:
+    """racecheck's output by the code under `cubins`, all that ran, without what that shows to be in order."""
+    races, strange = parsed(output)
+    verdict = Verdict(strange, [])
     read: dict[str, list[Code]] = {}
     for race in races:
-        kernel = race[0].kernel
+        kernel, kind = race[0].kernel, REFUSED
         try:
             if kernel not in read:
                 read[kernel] = [c for path in cubins.rglob(f"{kernel}.cubin") for c in kernels(disassembly(path))]
-            known = all(x.kernel == kernel for x in race) and ordered(race, read[kernel])
+            if all(x.kernel == kernel for x in race):
+                kind = classified(race, read[kernel])
         except Unreadable as reason:
-            left.append(str(reason))
-            known = False
-        if not known:
-            left.append(" against ".join(map(str, race)))
-    return left
+            verdict.refused.append(str(reason))
+        if kind != ORDERED:
+            text = f"{' against '.join(map(str, race))}: {kind}"
+            (verdict.undecidable if kind == UNDECIDABLE else verdict.refused).append(text)
+    return verdict

@@ -1,4 +1,4 @@
-"""Which accesses of a compiled kernel a barrier of the whole CTA keeps apart, read from its machine code.
+"""Which accesses of a compiled kernel a barrier of the whole CTA keeps apart, and which lie in different partitions.
 
 All threads of a CTA pass the barriers that wait for all of them (`BAR.SYNC id`, no count) together: each thread's k-th
 arrival is the same event. So an access that every path reaches after p of them, and one that every path reaches after
@@ -9,6 +9,11 @@ is an error or more paths, never fewer: then nothing is shown.
 Triton's warp specialisation has exactly `TURN` of these barriers in a turn of its dispatch loop: the default warps have
 written state and captures, the workers have read them, all are done. States and captures are written at 0, read at 1,
 the partitions run at 2.
+
+A partition is what can be reached from where a worker, having read its number and before reading the next, first sets
+its registers (`USETMAXREG`), wherever a `BRX` or a tree of branches sends it; the default one is what is reached from
+the entry and leads to no such read. Code that several partitions reach is of all of them, code of none is of no known
+one: in neither case are two accesses in different partitions.
 """
 
 from __future__ import annotations
@@ -16,7 +21,8 @@ from __future__ import annotations
 import re
 import subprocess
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,13 +77,56 @@ class Code:
         Never of copies and products, which are still under way when the thread that issued them passes a barrier.
         """
         a, b = self.at[one], self.at[other]
-        if not all(_ORDINARY.match(self.instructions[i].name) for i in (a, b)):
+        if not self._ordinary(a, b):
             return False
         return any(p[a] and p[b] and p[a].isdisjoint(p[b]) for p in self._phases.values())
 
-    def phases(self, offset: int) -> set[int]:
-        """Barriers passed before this offset, modulo `TURN`, by the barrier of Triton's dispatch."""
-        return set(self._phases["0x1"][self.at[offset]])
+    def partitions(self, offset: int) -> set[int]:
+        """The partitions that may run this offset, the default one as 0; empty where none is known to."""
+        return {n for n, part in enumerate(self._partitions) if self.at[offset] in part}
+
+    def between_partitions(self, one: int, other: int) -> bool:
+        """True where the offsets run while partitions do and no partition runs both."""
+        if not self._ordinary(self.at[one], self.at[other]):
+            return False
+        a, b = self.partitions(one), self.partitions(other)
+        during = all(self._phases["0x1"][self.at[x]] == {2} for x in (one, other)) if a and b else False
+        return during and a.isdisjoint(b)
+
+    def _ordinary(self, *places: int) -> bool:
+        return all(_ORDINARY.match(self.instructions[i].name) for i in places)
+
+    @cached_property
+    def _partitions(self) -> list[set[int]]:
+        reads = [i for i, x in enumerate(self.instructions) if x.name == "LDS.U8"]
+        if "0x1" not in self._phases or [self._phases["0x1"][i] for i in reads] != [{1}]:
+            return []  # the number is read once, at 1
+        (read,) = reads
+        after = self._edges(read)
+        before: dict[int, list[int]] = defaultdict(list)
+        for i, places in after.items():
+            for place in places:
+                before[place].append(i)
+        sets = {i for i, x in enumerate(self.instructions) if x.name.startswith("USETMAXREG")}
+        starts = _reached(after[read], after, sets | {read}) & sets
+        default = _reached([0], after, {read}) - _reached([read], before, ())
+        return [default, *(_reached([i], after, {read}) for i in sorted(starts))]
+
+    def _edges(self, read: int) -> dict[int, list[int]]:
+        """Where a thread may go next; from a BSYNC on to a BSSY's label only if that leads here within a partition."""
+        after = {i: list(self._next(i, {})) for i in range(len(self.instructions))}
+        ends = [i for i, x in enumerate(self.instructions) if x.name == "BSYNC"]
+        after |= {i: [i + 1] for i in ends}
+        starts = [i for i, x in enumerate(self.instructions) if x.name.startswith("BSSY")]
+        pairs = [(i, j) for i in starts for j in ends if self._pairs(self.instructions[i], self.instructions[j])]
+        while True:
+            led = [(i, j) for i, j in pairs if j in _reached([i], after, {read})]
+            new = [(j, self._labels[self.instructions[i].targets[0]]) for i, j in led]
+            new = [(j, place) for j, place in new if place not in after[j]]
+            if not new:
+                return after
+            for j, place in new:
+                after[j].append(place)
 
     def _read(self, text: str) -> None:
         for line in text.splitlines():
@@ -170,6 +219,18 @@ class Code:
         for value in choices:
             passes = not guard or value != negated
             yield ({**known, guard: value} if guard else known), (phase + passes) % TURN
+
+
+def _reached(starts: Iterable[int], edges: dict[int, list[int]], ends: Container[int]) -> set[int]:
+    """All places on the ways from the starts, which stop at the ends."""
+    found: set[int] = set()
+    pending = list(starts)
+    while pending:
+        i = pending.pop()
+        if i not in found:
+            found.add(i)
+            pending += [] if i in ends else edges.get(i, [])
+    return found
 
 
 def disassembly(cubin: Path) -> str:
