@@ -15,8 +15,9 @@ from oracles.regions import HV, H, K, Stack, T, V, tokens
 HANDED = ["gated_delta_rule_tapes", "gated_delta_rule_backward"]
 REPLAYED = ["gated_delta_rule", "gated_delta_rule_backward"]
 CHUNKS = -(-T // 64)
-LIGHT = 4 * T * (HV + 2 * H + HV * 64)
-FULL = LIGHT + 4 * (CHUNKS * HV * K * V + T * HV * V)
+SMALL = 4 * T * (HV + 2 * H + HV * 64)
+LIGHT = SMALL + 4 * HV * K * V  # one start state
+FULL = SMALL + 4 * (CHUNKS * HV * K * V + T * HV * V)
 
 
 def verdicts() -> list[str]:
