@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from .ptx_text import parse, split_operands
+
 THREADS, WARPS = 128, 4
 WIDTHS = {"8": np.uint8, "16": np.uint16, "32": np.uint32, "64": np.uint64}
 SIGNED = {"8": np.int8, "16": np.int16, "32": np.int32, "64": np.int64}
-LABEL = re.compile(r"^(\$\w+):")
-INSTRUCTION = re.compile(r"^(?:@(!?)(%\w+)\s+)?([a-z][\w.:]*)\s*(.*?);")
 
 
 BINARY = {"add": operator.add, "sub": operator.sub, "and": operator.and_, "or": operator.or_, "xor": operator.xor}
@@ -30,37 +30,6 @@ FUNCTIONS = {"ex2": np.exp2, "rsqrt": lambda x: 1 / np.sqrt(x)}
 
 class Hazard(Exception):
     """A race, a stray address, or a branch that threads do not take together."""
-
-
-def split_operands(text: str) -> list[str]:
-    out, depth, part = [], 0, ""
-    for c in text:
-        depth += (c in "{[") - (c in "}]")
-        if c == "," and depth == 0:
-            out.append(part.strip())
-            part = ""
-        else:
-            part += c
-    return [*out, part.strip()] if part.strip() else out
-
-
-def parse(ptx: str) -> tuple[list[tuple], dict[str, int]]:
-    """(guard negated, guard, opcode parts, operands, source line) of each instruction, and where labels point."""
-    code, labels, place = [], {}, "?"
-    for raw in ptx[ptx.index("%bb.0") :].splitlines()[1:]:
-        line, _, comment = raw.partition("//")
-        line = line.strip()
-        if line.startswith(".loc"):
-            place = comment.split()[0] if comment else place
-        for piece in (line,) if ";" not in line else [p + ";" for p in line.split(";") if p.strip()]:
-            piece = piece.strip()
-            if label := LABEL.match(piece):
-                labels[label[1]] = len(code)
-            elif piece and piece[0] in "@abcdefghijklmnopqrstuvwxyz" and (m := INSTRUCTION.match(piece)):
-                code.append((m[1] == "!", m[2], m[3].split("."), split_operands(m[4]), place))
-        if line == "}" and code and code[-1][2][0] == "ret":
-            break
-    return code, labels
 
 
 class Memory:
@@ -190,10 +159,10 @@ class Machine:
         self.put(x[0], out.astype(np.float32) if kind == "f32" else out, mask)
 
     def op_neg(self, op: list[str], x: list[str], mask: np.ndarray) -> None:
-        self.put(x[0], -self.get(x[1], op[-1]), mask)
+        value = self.get(x[1], op[-1])
+        self.put(x[0], abs(value) if op[0] == "abs" else -value, mask)
 
-    def op_abs(self, op: list[str], x: list[str], mask: np.ndarray) -> None:
-        self.put(x[0], abs(self.get(x[1], op[-1])), mask)
+    op_abs = op_neg
 
     def op_mul(self, op: list[str], x: list[str], mask: np.ndarray) -> None:
         if op[1] == "wide":
