@@ -65,10 +65,9 @@ def test_the_arena_of_a_long_document_grows_by_its_tables_and_of_a_rebuilt_one_b
     assert kept[2] - kept[1] < 1 << 20
     assert kept[0] < 1300 << 20
     rebuilt = [arena(tokens, "backward_replay") for tokens in (1 << 17, 1 << 18)]
-    tokens = (1 << 17) - 2048  # a start state more than that is in both
-    names = ("gcum", "k_rstd", "qscale", "x", "starts")
-    light = sum(Sizes(tokens, 0, 16, 48, 128, 128, 2).bytes_of(name) for name in names)
-    assert 0 <= rebuilt[1] - rebuilt[0] - light < 1 << 20
+    sizes = [Sizes(tokens, 0, 16, 48, 128, 128, 2) for tokens in (1 << 17, 1 << 18)]
+    light = [sum(each.bytes_of(n) for n in ("gcum", "k_rstd", "qscale", "x", "starts")) for each in sizes]
+    assert 0 <= rebuilt[1] - rebuilt[0] - (light[1] - light[0]) < 1 << 20
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -103,13 +102,12 @@ def test_a_workspace_serves_a_backward_with_and_without_tapes(documents: int) ->
     assert needed == max(sizes.arena_bytes(phase) for phase in ("backward_kept", "backward_replay"))
 
 
-def test_short_calls_keep_no_start_states_and_long_ones_announce_theirs() -> None:
+def test_a_call_announces_a_start_state_and_one_more_every_2048_tokens() -> None:
     sizes = {"dtype": torch.bfloat16}
     four = lambda T: T * (4 * 48 + 8 * 16 + 2 * 64 * 48)  # noqa: E731
-    for tokens in (1, 2047):
-        assert ple_gdn.gdn_saved_bytes(torch.tensor([0, tokens]), 16, 48, 128, 128, **sizes) == four(tokens)
-    announced = ple_gdn.gdn_saved_bytes(torch.tensor([0, 32768]), 16, 48, 128, 128, **sizes)
-    assert announced == four(32768) + 16 * 4 * 48 * 128 * 128
+    for tokens, states in ((1, 1), (2047, 1), (2048, 2), (32768, 17)):
+        announced = ple_gdn.gdn_saved_bytes(torch.tensor([0, tokens]), 16, 48, 128, 128, **sizes)
+        assert announced == four(tokens) + states * 4 * 48 * 128 * 128
 
 
 def test_a_compiled_call_keeps_and_reads_start_states_at_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
