@@ -3,8 +3,8 @@
     python benchmarks/time_spans.py [--shapes 1x32768 ...] [--forms spans ...] [--out FILE]
 
 Forms change `ops/gated_delta_rule/configs.py`'s SPANS: "whole" has neither spans nor legs. The gradients of a form
-have to be those of "whole", bit for bit, at every shape. Times are medians of events, the peak is of the last call, inputs
-included; the table comes last.
+have to be those of "whole", bit for bit, at every shape. Times are medians of events, the peak is of the last call,
+inputs included; the table comes last.
 """
 
 from __future__ import annotations
