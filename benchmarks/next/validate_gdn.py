@@ -24,10 +24,9 @@ ROOT = Path(__file__).parents[2]
 NEXT = Path(__file__).parent
 VARIANTS = {
     "main": (),
-    "early_release": ("early_release",),
 }
 # Variants that change Hopper kernels alone: fewer classes to check, after one small case that may hang.
-HOPPER: tuple[str, ...] = ("early_release",)
+HOPPER: tuple[str, ...] = ()
 SMOKE_SECONDS, CHECK_SECONDS, TIME_SECONDS, TEST_SECONDS, BENCH_SECONDS = 70, 185, 40, 60, 30
 # (dtype, K, V): every row of configs.TABLE, and widths that are padded.
 CLASSES = (

@@ -177,15 +177,14 @@ def walk(
         S = warpgroup_mma(gl.convert_layout(scaled.to(dtype), WIDE_LEFT), k, S, is_async=True)
         if STORE_H:
             delta_low = (E + mixed).to(dtype)
+        two_terms = alike(rows_tiles.index(slot * 4 + 3))
         if OUTPUT:
             left = gl.convert_layout(update.to(dtype), NARROW_LEFT)
             O = warpgroup_mma(left, p.permute((1, 0)), O, is_async=True)
-            S, O = warpgroup_mma_wait(0, deps=[S, O])
-            O_low = O.to(dtype)
+            S = warpgroup_mma_wait(1, deps=[S])
         else:
             S = warpgroup_mma_wait(0, deps=[S])
-        # So do those of the update: 6e-3 to 1.4e-2 of dbeta, and 4e-3 with a second term. Other keys do not need it.
-        if alike(rows_tiles.index(slot * 4 + 3)):
+        if two_terms:
             _, rest = split_terms(scaled, dtype)
             S = warpgroup_mma(gl.convert_layout(rest.to(dtype), WIDE_LEFT), k, S, is_async=True)
             S = warpgroup_mma_wait(0, deps=[S])
@@ -193,6 +192,8 @@ def walk(
         thread_barrier()
         mbarrier.arrive(state_empty.index(slot), count=1)
         if OUTPUT:
+            O_low = warpgroup_mma_wait(0, deps=[O]).to(dtype)
+            thread_barrier()
             mbarrier.arrive(output_empty.index(out_slot), count=1)
     if chunks > 0:
         row = start + (chunks - 1) * 64

@@ -141,7 +141,7 @@ BYTES = "2 * 64 * 64 * 2 + 4 * 64 * 4"
 OUTPUT_BYTES = "128 * 2 + 64 * 64 * 2 + 64 * 4"
 RELEASE = "mbarrier.arrive(state_empty.index(slot), count=1)"
 OUTPUT_RELEASE = "mbarrier.arrive(output_empty.index(out_slot), count=1)"
-LAST_WAIT = "S, O = warpgroup_mma_wait(0, deps=[S, O])"
+LAST_WAIT = "O_low = warpgroup_mma_wait(0, deps=[O]).to(dtype)"
 SECOND = "is_async=True)\n            S = warpgroup_mma_wait(0, deps=[S])"
 FORWARD = {
     "a full barrier's phase ignores the ring": (FULL, "mbarrier.wait(state_full.index(slot), i & 1)"),
@@ -150,14 +150,7 @@ FORWARD = {
     "no wait for a copy": ("mbarrier.wait(output_full.index(out_slot), i // OUTPUT_STAGES & 1)", "pass"),
     "no wait for a release": (EMPTY, "pass"),
     "no release": (RELEASE, "pass"),
-    "released before the last product": (
-        RELEASE,
-        "pass",
-        OUTPUT_RELEASE,
-        "pass",
-        LAST_WAIT,
-        f"{RELEASE}; {OUTPUT_RELEASE}; {LAST_WAIT}",
-    ),
+    "released before the last product": (OUTPUT_RELEASE, "pass", LAST_WAIT, f"{OUTPUT_RELEASE}; {LAST_WAIT}"),
     "released while a product reads": (RELEASE, "pass", "S = S * chunk", f"{RELEASE}; S = S * chunk"),
     "too few bytes": (BYTES, BYTES.replace("+ 4", "+ 3")),
     "too many bytes": (OUTPUT_BYTES, OUTPUT_BYTES.replace("+ 64 * 4", "+ 128 * 4")),
@@ -168,8 +161,8 @@ FORWARD = {
         "mbarrier.init(output_full.index(slot), count=1)",
         "mbarrier.init(output_full.index(slot), count=2)",
     ),
-    "a type": ("O_low = O.to(dtype)", "O_low = O"),
-    "a second term not waited for": (SECOND, SECOND.replace("(0", "(1")),
+    "a type": (LAST_WAIT, LAST_WAIT.removesuffix(".to(dtype)")),
+    "a second term not waited for": (SECOND, SECOND.replace("(0", "(2")),
     "a shape": ("WIDE_LEFT), k, S", "WIDE_LEFT), k.permute((1, 0)), S"),
 }
 DR_WAIT = "dS, dR = warpgroup_mma_wait(0, deps=[dS, dR])"
