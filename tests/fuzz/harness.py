@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import sys
 import time
@@ -182,15 +183,23 @@ Fuzzer = Callable[[Tally, int, int, torch.device], None]
 """Adds to the tally the cases of one group: (tally, seed, group, device)."""
 
 
-def run(fuzzer: Fuzzer, cases: int, seed: int, device: str = "cpu", first_group: int = 0, every: int = 1) -> Tally:
-    """Runs whole groups, one of `every`, until `cases` cases were checked."""
-    tally, group = Tally(), first_group
+def run(
+    fuzzer: Fuzzer,
+    cases: int,
+    seed: int,
+    device: str = "cpu",
+    first_group: int = 0,
+    every: int = 1,
+    seconds: float = math.inf,
+) -> Tally:
+    """Runs whole groups, one of `every`, until `cases` cases were checked, or so many seconds have gone by."""
+    tally, group, end = Tally(), first_group, time.monotonic() + seconds
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     # Memory that an op allocates and does not write is NaN: a read of it shows in the result.
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        while tally.cases < cases:
+        while tally.cases < cases and time.monotonic() < end:
             fuzzer(tally, seed, group, torch.device(device))
             group += every
     finally:
@@ -207,17 +216,21 @@ def main(fuzzer: Fuzzer) -> None:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--first-group", type=int, default=0, help="starts here: a failing case names its group")
     parser.add_argument("--workers", type=int, default=1, help="processes, each with every so many-th group")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="starts no group after that")
     given = parser.parse_args()
     clock = time.process_time if given.workers == 1 else time.monotonic
     started = clock()
     tally = Tally()
     if given.workers == 1:
-        tally = run(fuzzer, given.cases, given.seed, given.device, given.first_group)
+        tally = run(fuzzer, given.cases, given.seed, given.device, given.first_group, seconds=given.seconds)
     else:
         each = -(-given.cases // given.workers)
         with ProcessPoolExecutor(given.workers, get_context("spawn")) as pool:
             jobs = [
-                pool.submit(run, fuzzer, each, given.seed, given.device, given.first_group + at, given.workers)
+                pool.submit(
+                    *(run, fuzzer, each, given.seed, given.device),
+                    *(given.first_group + at, given.workers, given.seconds),
+                )
                 for at in range(given.workers)
             ]
             for job in jobs:
