@@ -27,9 +27,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from oracles.gdn import NAMES, Case, make_case, oracle, relative_rms, run_front
 
 import ple_gdn
-from ple_gdn.ops.gated_delta_rule import configs, pieces
+from ple_gdn.ops.gated_delta_rule import configs
 
-PINNED_CUTS, PINNED_SPANS, PINNED_FAINT = configs.CUTS, configs.SPANS, pieces.FAINT
+PINNED_CUTS, PINNED_SPANS, PINNED_FAINT = configs.CUTS, configs.SPANS, configs.FAINT
 TINY_SPANS = configs.SpanConfig(leg=1, alone_bytes=0, span_bytes=0)
 # Processes: dtype, width of keys and values. The first walks with the Gluon kernels.
 CLASSES = (("bfloat16", 128), ("float16", 128), ("bfloat16", 64), ("float32", 64))
@@ -176,9 +176,9 @@ def long_documents(name: str, sizes: dict) -> None:
     whole = run_front(case)
     cut(None)
     packed = run_front(case)
-    pieces.FAINT = float("inf")
+    configs.FAINT = float("inf")
     mapped = run_front(case)
-    pieces.FAINT = PINNED_FAINT
+    configs.FAINT = PINNED_FAINT
     errors = {n: relative_rms(packed[n], mapped[n].double()) for n in NAMES}
     worst = max(errors, key=errors.get)
     say(f"{name} long: windows and maps", worst, errors[worst] / 1e-5)
@@ -270,18 +270,19 @@ def clock(repeats: int = 7) -> None:
 def variants() -> None:
     """At the pack, with the pinned L: no windows, then maps of 24 bits too; chains by one or two on a multiprocessor,
     other spans."""
-    from ple_gdn.ops.gated_delta_rule import hopper_walks
+    from ple_gdn.ops.gated_delta_rule import hopper_walks, repeats
 
     lengths, H, HV, _ = SHAPES["pack (2, 6)"]
     leaves, do, packing = inputs(lengths, H, HV)
     cut(None)
-    stages, terms = hopper_walks.stages, hopper_walks.MAP_TERMS
+    stages, terms = hopper_walks.stages, configs.MAP_TERMS
     forward = lambda: ple_gdn.gated_delta_rule(*leaves, use_qk_l2norm=True, cu_seqlens=packing)[0]  # noqa: E731
     spans = {"one span": 1 << 40, "spans of 11": 400 << 20, "spans of 33": 1200 << 20}
     for name in ("as pinned", "no windows", "three terms", "all alone", "all shared", *spans):
-        hopper_walks.MAP_TERMS = 3 if name == "three terms" else terms
+        repeats.forget()
+        configs.MAP_TERMS = 3 if name == "three terms" else terms
         hopper_walks.stages = {"all alone": lambda _: stages(1), "all shared": lambda _: stages(999)}.get(name, stages)
-        pieces.FAINT = float("inf") if name in ("no windows", "three terms") else PINNED_FAINT
+        configs.FAINT = float("inf") if name in ("no windows", "three terms") else PINNED_FAINT
         configs.SPANS = PINNED_SPANS._replace(alone_bytes=spans.get(name, PINNED_SPANS.alone_bytes))
         torch.autograd.grad(forward(), leaves, do)
         row = {"L": 0, "pinned": False, "forward": kernels(forward, True), "mib": 0}

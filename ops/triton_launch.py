@@ -7,13 +7,17 @@ whether a number fits 32 bits.
 Tensor maps are kept by address and geometry: a map is a value, so one that is found again is right, whoever owns the
 memory now.
 
+`record` notes the launches of a whole call, so that `Launches.again` can make them at once (`repeats.py`).
+
 Everything that reaches below Triton's public functions is in this file: releases 3.6 to 3.9.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -68,6 +72,47 @@ class _Compiled(NamedTuple):
     kernel: Any  # keeps alive what the key knows by its id
 
 
+class Launches:
+    """What was launched, in order, while it was recorded.
+
+    Attributes:
+        made: the compiled kernel, the grid, and all that its call was given behind the stream, of each launch.
+        complete: False once one of them took Triton's own path, which notes nothing.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.complete = device, True
+        self.made: list[tuple[_Compiled, int, tuple[Any, ...]]] = []
+
+    def again(self) -> bool:
+        """Launches all of it on the current stream. False where Triton's own path has to be taken instead: on another
+        device than the current one, and while a profiler's hooks watch."""
+        current = driver.active.get_current_device()
+        if current != self.device.index or _watched():
+            return False
+        stream = driver.active.get_current_stream(current)
+        for compiled, grid, given in self.made:
+            compiled.call(grid, 1, 1, stream, *given)
+        return True
+
+
+class _Recorder(threading.local):
+    launches: Launches | None = None
+
+
+_recorder = _Recorder()
+
+
+@contextlib.contextmanager
+def record(device: torch.device) -> Iterator[Launches]:
+    """Notes this thread's launches."""
+    before, _recorder.launches = _recorder.launches, Launches(device)
+    try:
+        yield _recorder.launches
+    finally:
+        _recorder.launches = before
+
+
 _compiled: dict[tuple[Any, ...], _Compiled] = {}
 _maps: dict[tuple[Any, ...], list[Any]] = {}
 
@@ -102,13 +147,17 @@ def launch(kernel: Any, grid: int, arguments: Sequence[Any], device: torch.devic
     key = (id(kernel), current, *constants, *constants.values(), *map(type, constants.values()), *kinds)
     found = _compiled.get(key)
     if found is None or current != device.index or _watched():
+        if _recorder.launches is not None:
+            _recorder.launches.complete = False
         with on_device(device):
             _by_triton(kernel, grid, arguments, constants, key if current == device.index else None)
         return
     if found.maps:
         values = _encoded(values, found.maps)
-    stream = driver.active.get_current_stream(current)
-    found.call(grid, 1, 1, stream, *found.before, *values, *found.after)
+    given = (*found.before, *values, *found.after)
+    if _recorder.launches is not None:
+        _recorder.launches.made.append((found, grid, given))
+    found.call(grid, 1, 1, driver.active.get_current_stream(current), *given)
 
 
 def _watched() -> bool:

@@ -72,6 +72,10 @@ def complete_tapes(
     return tapes._replace(**made)
 
 
+def being_recorded() -> bool:
+    return bool(_recordings)
+
+
 @contextmanager
 def recording() -> Iterator[list[Arena]]:
     """Collects the arena of every call made inside, in order."""

@@ -89,9 +89,7 @@ class Buffers(NamedTuple):
 
 
 def backward_in_spans(p: Problem, plan: SpanPlan, call: Call, buffers: Buffers, arena: Arena) -> None:
-    """Fills the gradients of every document's rows and `dh0`."""
-    if call.h0 is not None:  # what an empty document, which has no chain, gets
-        call.dh0.zero_() if call.dht is None else call.dh0.copy_(call.dht)
+    """Fills the gradients of every document's rows, and `dh0` of all documents that have any."""
     spans = _tables(p, plan, call, buffers.tables)
     # The parts are documents of one row.
     part = p._replace(B=1, T=p.B * p.T, documents=plan.chains, chunks=plan.rows, varlen=True)

@@ -119,6 +119,11 @@ FAINT = 100.0
 MAP_TERMS = 2
 
 
+def settings() -> tuple[object, ...]:
+    """What tests and benchmarks change here: records of calls are told apart by it."""
+    return SPANS, CUTS, FAINT, MAP_TERMS
+
+
 def piece_length(rows: int, itemsize: int, HV: int, K: int, V: int) -> int | None:
     """L, in chunks: length of the pieces that documents of up to `rows` tokens are walked in; None: they are whole."""
     if block_width(K) > 128 or itemsize > 4:  # a map of 256 x 256 does not fit the fold; float64 is the CPU's

@@ -8,8 +8,9 @@ import torch
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from ..triton_launch import Box, TensorMap, launch
+from . import configs
 from .adjoint_hopper import hopper_adjoint_kernel
-from .configs import MAP_TERMS, SM_COUNT
+from .configs import SM_COUNT
 from .forward_hopper import hopper_forward_kernel
 from .map_hopper import hopper_map_kernel
 from .walks import SUMMARIES
@@ -122,6 +123,6 @@ def piece_maps(p: Problem, chunks: Chunks, slots: int, table: Tensor, windows: T
         table, windows, maps,
     )  # fmt: skip
     launch(
-        hopper_map_kernel, slots * p.HV * 2, arguments, p.device, H=p.H, HV=p.HV, STAGES=3, TERMS=MAP_TERMS,
+        hopper_map_kernel, slots * p.HV * 2, arguments, p.device, H=p.H, HV=p.HV, STAGES=3, TERMS=configs.MAP_TERMS,
         num_warps=4, maxnreg=128,
     )  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 
 from ..triton_launch import launch
 from ..varlen import CHUNK
-from . import configs
+from . import configs, repeats
 from .arena import Arena
 from .backward_spans import Buffers, Call, backward_in_spans
 from .chunk_gradients import Tapes as GradientTapes
@@ -71,7 +71,7 @@ class Problem(NamedTuple):
 def _packing(
     p: Problem, cu_seqlens: Tensor | None, chunk_offsets: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Boundaries on the device, contiguous, chunk offsets built where absent, and checked by a device assert."""
+    """Boundaries on the device, contiguous, chunk offsets built where absent."""
     if cu_seqlens is None:
         return None, None
     cu = cu_seqlens.to(p.device, non_blocking=True).contiguous()
@@ -80,8 +80,13 @@ def _packing(
         offsets = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
     else:
         offsets = chunk_offsets.to(p.device, non_blocking=True).contiguous()
-    launch(check_packing_kernel, 1, (cu, offsets, p.documents, p.T), p.device, BLOCK=1024, num_warps=4)
     return cu, offsets
+
+
+def _check_packing(p: Problem, cu: Tensor | None, offsets: Tensor | None) -> None:
+    """A device assert on the boundaries."""
+    if cu is not None:
+        launch(check_packing_kernel, 1, (cu, offsets, p.documents, p.T), p.device, BLOCK=1024, num_warps=4)
 
 
 def _prep(p: Problem, q: Tensor, k: Tensor, g: Tensor, beta: Tensor, cu: Tensor | None, offsets: Tensor | None,
@@ -136,6 +141,57 @@ def _scores(p: Problem, q: Tensor, k: Tensor, beta: Tensor, cu: Tensor | None, o
     )  # fmt: skip
 
 
+class _Forward(NamedTuple):
+    """Inputs of a forward, contiguous, and what it fills: what is absent or not wanted is None or empty. `tapes` are
+    gcum, k_rstd, qscale and x, None where they are temporaries."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    h0: Tensor | None
+    cu: Tensor | None
+    offsets: Tensor | None
+    o: Tensor
+    final: Tensor
+    tapes: tuple[Tensor, ...] | None
+    h: Tensor
+    starts: Tensor
+    delta: Tensor
+    scale: float
+    l2norm: bool
+    store_final: bool
+    save_mode: str
+    output: bool
+
+
+def _forward(p: Problem, call: _Forward, arena: Arena) -> None:
+    """All launches of a forward."""
+    cu, offsets, full = call.cu, call.offsets, call.save_mode == "full"
+    tapes = _prep_tapes(p, arena) if call.tapes is None else call.tapes
+    table, scores = _walk_buffers(p, arena)
+    _check_packing(p, cu, offsets)
+    make_operands(
+        p, call.q, call.k, call.g, call.beta, cu, offsets, tapes, table, scores, call.scale, call.l2norm, inverse=True
+    )
+    chunks, documents = Chunks(call.q, call.k, call.v, table, scores, tapes[3]), Documents(p.documents, cu, offsets)
+    filled = call.o if call.output else call.delta
+    if p.cut is not None:
+        pieces = Pieces(p, p.cut, documents, chunks, tapes[1], call.l2norm, arena)
+        documents = pieces.walked(pieces.starts(call.h0, filled))
+    keeps_starts = call.save_mode == "light" and start_count(p.B * p.T) > 1
+    forward_walk(
+        p, chunks, documents, call.h0, call.o, call.final, call.h, call.delta, store_final=call.store_final,
+        store_h=full, output=call.output, starts=call.starts, leg=configs.SPANS.leg if keeps_starts else 0,
+    )  # fmt: skip
+    if p.varlen:
+        launch(
+            zero_output_tail_kernel, SM_COUNT, (cu, filled, *tapes, call.delta, p.documents, p.T), p.device,
+            WIDTH=p.HV * p.V, HV=p.HV, H=p.H, FULL=full, BLOCK=1024,
+        )  # fmt: skip
+
+
 def launch_forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None,
     cu_seqlens: Tensor | None, chunk_offsets: Tensor | None, workspace: Tensor | None,
@@ -145,7 +201,6 @@ def launch_forward(
     start states as h. `output=False` makes no o either (empty), for a caller that wants the tapes of "full"."""
     q, k, v, g, beta = (t.contiguous() for t in (q, k, v, g, beta))
     p = Problem.of(q, v, cu_seqlens)
-    arena = Arena(p.device, workspace)
     scale = p.K**-0.5 if scale is None else scale
     o = p.new(*(v.shape if output else (0,)))
     states = (p.documents, p.HV, p.K, p.V)
@@ -154,32 +209,20 @@ def launch_forward(
     h = p.new(*((p.chunks, p.HV, p.K, p.V) if full else (0,)))
     starts = p.new(start_count(p.B * p.T) * p.HV * p.K * p.V if save_mode == "light" else 0, dtype=torch.float32)
     delta = p.new(*(v.shape if full else (0,)))
-    tapes = _prep_tapes(p, arena if save_mode == "none" else None)
-    table, scores = _walk_buffers(p, arena)
+    tapes = None if save_mode == "none" else _prep_tapes(p, None)
     if p.documents == 0 or p.T == 0:
         o.zero_()
         if output_final_state:
             final.copy_(initial_state) if initial_state is not None else final.zero_()
     else:
         h0 = None if initial_state is None else initial_state.contiguous()
-        cu, offsets = _packing(p, cu_seqlens, chunk_offsets)
-        make_operands(p, q, k, g, beta, cu, offsets, tapes, table, scores, scale, use_qk_l2norm, inverse=True)
-        chunks, documents = Chunks(q, k, v, table, scores, tapes[3]), Documents(p.documents, cu, offsets)
-        if p.cut is not None:
-            pieces = Pieces(p, p.cut, documents, chunks, tapes[1], use_qk_l2norm, arena)
-            documents = pieces.walked(pieces.starts(h0, o if output else delta))
-        forward_walk(
-            p, chunks, documents, h0, o, final, h, delta, store_final=output_final_state, store_h=full, output=output,
-            starts=starts, leg=configs.SPANS.leg if save_mode == "light" and start_count(p.B * p.T) > 1 else 0,
-        )  # fmt: skip
-        if p.varlen:
-            arguments = (cu, o if output else delta, *tapes, delta, p.documents, p.T)
-            launch(
-                zero_output_tail_kernel, SM_COUNT, arguments, p.device, WIDTH=p.HV * p.V, HV=p.HV, H=p.H, FULL=full,
-                BLOCK=1024,
-            )  # fmt: skip
-    if save_mode == "none":
-        tapes = tuple(p.new(0, dtype=tape.dtype) for tape in tapes)
+        inputs = (q, k, v, g, beta, h0, *_packing(p, cu_seqlens, chunk_offsets))
+        options = (scale, use_qk_l2norm, output_final_state, save_mode, output)
+        call = _Forward(*inputs, o, final, tapes, h, starts, delta, *options)
+        made = (o, final, h, starts, delta, *(tapes or ()))
+        repeats.run(("forward", *options), inputs, made, workspace, p.device, lambda arena: _forward(p, call, arena))
+    if tapes is None:
+        tapes = tuple(p.new(0, dtype=dtype) for dtype in (torch.float32, torch.float32, torch.float32, p.dtype))
     return o, final, *tapes, starts if save_mode == "light" else h, delta
 
 
@@ -192,10 +235,11 @@ def _buffers(p: Problem, arena: Arena, h: Tensor, delta: Tensor, replay: bool) -
     return table, scores, h, delta, arena.bind("dh", (p.chunks, p.HV, p.K, p.V), p.dtype)
 
 
-def _backward_whole(p: Problem, call: Call, buffers: tuple[Tensor, ...], replay: bool, arena: Arena) -> None:
-    """All chunks at once."""
+def _backward_whole(p: Problem, call: Call, arena: Arena, h: Tensor, delta: Tensor) -> None:
+    """All chunks at once, from h and delta, or with a replay of those that were not kept."""
     q, k, v, tapes, l2norm = call.q, call.k, call.v, call.tapes, call.l2norm
-    table, scores, h, delta, dh = buffers
+    replay = h.dim() == 1 or delta.dim() == 1
+    table, scores, h, delta, dh = _buffers(p, arena, h, delta, replay)
     make_operands(
         p, q, k, call.g, call.beta, call.cu, call.offsets, tapes, table, scores, call.scale, l2norm,
         inverse=call.rebuild,
@@ -215,6 +259,24 @@ def _backward_whole(p: Problem, call: Call, buffers: tuple[Tensor, ...], replay:
     )
 
 
+def _backward(p: Problem, call: Call, arena: Arena, h: Tensor, delta: Tensor, in_spans: bool) -> None:
+    """All launches of a backward, given the tapes of `call` unless they are to be rebuilt."""
+    if call.rebuild:
+        call = call._replace(tapes=_prep_tapes(p, arena))
+    _check_packing(p, call.cu, call.offsets)
+    if in_spans:
+        plan = p.spans
+        starts = h if h.dim() == 1 and h.numel() and not call.rebuild else None
+        backward_in_spans(p, plan, call, Buffers.bind(p, plan, arena, starts), arena)
+    else:
+        _backward_whole(p, call, arena, h, delta)
+    if p.varlen:
+        launch(
+            zero_gradient_tail_kernel, SM_COUNT, (call.cu, *call.gradients, p.documents, p.T), p.device,
+            KEY_WIDTH=p.H * p.K, VALUE_WIDTH=p.HV * p.V, HV=p.HV, BLOCK=1024,
+        )  # fmt: skip
+
+
 def launch_backward(
     do: Tensor, dfinal_state: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
     initial_state: Tensor | None, cu_seqlens: Tensor | None, chunk_offsets: Tensor | None, workspace: Tensor | None,
@@ -227,40 +289,28 @@ def launch_backward(
     """
     do, q, k, v, g, beta = (t.contiguous() for t in (do, q, k, v, g, beta))
     p = Problem.of(q, v, cu_seqlens)
-    arena = Arena(p.device, workspace)
     scale = p.K**-0.5 if scale is None else scale
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    dg, dbeta = p.new(p.B, p.T, p.HV, dtype=torch.float32), torch.empty_like(beta)
+    dq, dk, dv, dbeta = (p.new(*t.shape, dtype=t.dtype) for t in (q, k, v, beta))
+    dg = p.new(*g.shape, dtype=torch.float32)
+    gradients = (dq, dk, dv, dg, dbeta)
     has_h0 = initial_state is not None
     dh0 = p.new(*((p.documents, p.HV, p.K, p.V) if has_h0 else (0,)), dtype=torch.float32)
-    tapes = (gcum, k_rstd, qscale, x)
-    rebuild = any(tape.dim() == 1 for tape in tapes)
-    if rebuild:
-        tapes = _prep_tapes(p, arena)
-    replay = h.dim() == 1 or delta.dim() == 1
-    plan = p.spans
-    starts = h if h.dim() == 1 and h.numel() and not rebuild else None
-    in_spans = replay and plan.count > 1
-    buffers = Buffers.bind(p, plan, arena, starts) if in_spans else _buffers(p, arena, h, delta, replay)
-    if p.documents == 0 or p.T == 0:
-        for gradient in (dq, dk, dv, dg, dbeta):
+    empty = p.documents == 0 or p.T == 0
+    in_spans = not empty and (h.dim() == 1 or delta.dim() == 1) and p.spans.count > 1
+    if has_h0 and (empty or in_spans):  # in spans an empty document has no chain
+        dh0.zero_() if dfinal_state is None else dh0.copy_(dfinal_state)
+    if empty:
+        for gradient in gradients:
             gradient.zero_()
-        if has_h0:
-            dh0.zero_() if dfinal_state is None else dh0.copy_(dfinal_state)
-        return dq, dk, dv, dg, dbeta, dh0
+        return *gradients, dh0
     h0 = initial_state.contiguous() if has_h0 else None
     dht = None if dfinal_state is None else dfinal_state.contiguous()
-    cu, offsets = _packing(p, cu_seqlens, chunk_offsets)
-    call = Call(
-        q, k, v, g, beta, do, dht, h0, cu, offsets, tapes, (dq, dk, dv, dg, dbeta), dh0, scale, use_qk_l2norm, rebuild
-    )
-    if in_spans:
-        backward_in_spans(p, plan, call, buffers, arena)
-    else:
-        _backward_whole(p, call, buffers, replay, arena)
-    if p.varlen:
-        launch(
-            zero_gradient_tail_kernel, SM_COUNT, (cu, dq, dk, dv, dg, dbeta, p.documents, p.T), p.device,
-            KEY_WIDTH=p.H * p.K, VALUE_WIDTH=p.HV * p.V, HV=p.HV, BLOCK=1024,
-        )  # fmt: skip
-    return dq, dk, dv, dg, dbeta, dh0
+    inputs = (q, k, v, g, beta, do, dht, h0, *_packing(p, cu_seqlens, chunk_offsets))
+    tapes = (gcum, k_rstd, qscale, x)
+    rebuild = any(tape.dim() == 1 for tape in tapes)
+    call = Call(*inputs, tapes, gradients, dh0, scale, use_qk_l2norm, rebuild)
+    repeats.run(
+        ("backward", scale, use_qk_l2norm), (*inputs, *tapes, h, delta), (*gradients, dh0), workspace, p.device,
+        lambda arena: _backward(p, call, arena, h, delta, in_spans),
+    )  # fmt: skip
+    return *gradients, dh0

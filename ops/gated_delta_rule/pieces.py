@@ -36,8 +36,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..triton_launch import launch
+from . import configs
 from .arena import Arena
-from .configs import FAINT, block_width, next_power_of_two
+from .configs import block_width, next_power_of_two
 from .piece_kernels import fold_kernel, piece_kernel
 from .walks import PIECES, SUMMARIES, Chunks, Documents, adjoint_summaries, forward_walk, piece_maps
 
@@ -64,7 +65,7 @@ class Pieces:
         self.table = arena.bind("piece_table", (self.slots, 8), torch.int64)
         self.windows = arena.bind("piece_windows", (self.slots, p.HV, 2), torch.int32)
         arguments = (
-            chunks.k, k_rstd, chunks.table, documents.cu, documents.offsets, self.table, self.windows, -FAINT,
+            chunks.k, k_rstd, chunks.table, documents.cu, documents.offsets, self.table, self.windows, -configs.FAINT,
             p.documents, p.documents.bit_length(), p.T, p.chunks_per_row,
         )  # fmt: skip
         launch(

@@ -12,7 +12,7 @@ from ..gated_delta_rule.arena import Arena
 from ..gated_delta_rule.chunk_gradients import Tapes as GradientTapes
 from ..gated_delta_rule.chunk_gradients import chunk_gradients
 from ..gated_delta_rule.configs import block_width, select
-from ..gated_delta_rule.launch import Problem, _packing, _prep_tapes, _walk_buffers, make_operands
+from ..gated_delta_rule.launch import Problem, _check_packing, _packing, _prep_tapes, _walk_buffers, make_operands
 from ..gated_delta_rule.tapes import Tapes
 from ..gated_delta_rule.walks import Chunks, Documents, backward_walks, forward_walk, uses_hopper
 from ..triton_launch import launch
@@ -43,6 +43,7 @@ class _DeviceRun:
         if self.empty:
             return
         self.cu, self.offsets = _packing(p, x.segments, x.chunk_offsets)
+        _check_packing(p, self.cu, self.offsets)
         make_operands(
             p, self.q, self.k, self.g, self.beta, self.cu, self.offsets, self.prep, self.table, self.scores,
             self.scale, self.l2norm, inverse=rebuild,

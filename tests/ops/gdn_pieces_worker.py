@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from oracles.gdn import NAMES, Case, make_case, oracle, relative_rms
 
-from ple_gdn.ops.gated_delta_rule import configs, pieces
+from ple_gdn.ops.gated_delta_rule import configs
 from ple_gdn.ops.gated_delta_rule.launch import launch_backward, launch_forward
 from ple_gdn.ops.gated_delta_rule.piece_kernels import piece_kernel
 
@@ -157,7 +157,7 @@ def quick() -> dict[str, dict[str, float]]:
     configs.CUTS = ((1 << 30, 2),)
     check_nan()
     results = {"normed": measure(True)}
-    pieces.FAINT = 1.0  # what is left out then shows
+    configs.FAINT = 1.0  # what is left out then shows
     return results | {"e^-1": measure(True)}
 
 

@@ -95,7 +95,7 @@ def launched(launch: ModuleType, case: Case, phase: str, given: torch.Tensor | N
         else:
             mode = {"inference": "none", "forward": "light", "forward full": "full"}[phase]
             outputs = launch.launch_forward(*shared, None, True, True, mode)
-    (made,) = arenas
+    (made,) = arenas or [arena.Arena(case.q.device)]  # no token, no temporaries
     return made, new.total - sum(output.nbytes for output in outputs)
 
 
@@ -136,7 +136,7 @@ def test_the_evaluated_formulas_are_the_bytes_that_the_cuda_launchers_bind(
 ) -> None:
     case = make_case(lengths, dtype=dtype, **GEOMETRY)
     bound, _ = launched(launch, case, phase)
-    assert announced(case, "cuda").bytes(LAUNCHES[phase]) == bound.peak
+    assert bound.peak == (announced(case, "cuda").bytes(LAUNCHES[phase]) if sum(lengths) else 0)
     several = sum(-(-n // 64) for n in lengths) > 1
     cut = {"backward_replay": several, "backward_kept": several}
     assert ("carry" in bound.bound) == (spans and cut.get(phase, False))
