@@ -12,6 +12,7 @@ nothing but views, so that no address in the record belongs to memory that was l
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -87,7 +88,7 @@ def run(
     if device.type not in DEVICES or being_recorded():
         return body(Arena(device, workspace))
     given = [(t.shape, t.dtype) if t is not None else None for t in (*inputs, workspace)]
-    key = (*what, *configs.settings(), device, *given)
+    key = (*what, *configs.settings(), device, *given, *[math.copysign(1.0, x) for x in what if x == 0.0])
     shape = _shapes.get(key)
     if shape is None:
         arena = Arena(device, workspace)

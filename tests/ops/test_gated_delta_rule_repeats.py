@@ -206,3 +206,11 @@ def test_what_is_remembered_is_bounded(gpu: types.SimpleNamespace, monkeypatch: 
         repeats.run((scale,), (case.q,), (), None, case.q.device, lambda arena: None)
     assert len(repeats._shapes) <= 3
     assert len(repeats._records) <= 2
+
+
+def test_a_scale_of_minus_zero_is_another_call(gpu: types.SimpleNamespace) -> None:
+    case, seen = example(), []
+    for scale in (0.0, -0.0) * 5:
+        gpu.memory.next = 0
+        repeats.run(("x", scale), (case.q,), (), None, case.q.device, lambda arena, scale=scale: seen.append(scale))
+    assert len(repeats._shapes) == 2
