@@ -171,14 +171,16 @@ def _call(case: Case, tensors: dict[str, Tensor], upstream: list[Tensor] | None)
     return {"o": o.detach(), "final_state": None if final_state is None else final_state.detach(), **found}, upstream
 
 
-def _expected(case: Case, upstream: list[Tensor]) -> dict[str, Tensor]:
+def _expected(case: Case, upstream: list[Tensor], dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """The recurrence token by token, evaluated in `dtype`."""
     scale = case.options["scale"]
     scale = case.leaves["q"].shape[-1] ** -0.5 if scale is None else scale
-    leaves = [case.leaves[n] for n in INPUTS]
+    tensors = {n: x.detach().to(dtype).requires_grad_(x.requires_grad) for n, x in case.leaves.items()}
+    leaves = [tensors[n] for n in INPUTS]
     o, state = gated_delta_rule_dense(*leaves, case.boundaries, scale, case.options["use_qk_l2norm"])
-    flat = [dy.cpu().double() for dy in upstream]
+    flat = [dy.cpu().to(dtype) for dy in upstream]
     pairs = [(x, dy) for x, dy in zip(_outputs(case, o, state), flat, strict=True) if x.requires_grad]
-    wanted = [case.leaves[n] for n in case.wanted]
+    wanted = [tensors[n] for n in case.wanted]
     grads = [None] * len(wanted)
     if pairs:
         grads = torch.autograd.grad([x for x, _ in pairs], wanted, [dy for _, dy in pairs], allow_unused=True)
@@ -198,7 +200,18 @@ def _undamped(case: Case) -> float:
     return max(1.0, REFLECTING * math.sqrt(math.ceil(longest / CHUNK)) * 16 / case.given["q"].shape[-1])
 
 
-def _judge(tally: Tally, case: Case, actual: dict, expected: dict[str, Tensor], usual: dict[str, float]) -> None:
+def _conditioned(case: Case, upstream: list[Tensor], name: str, want: Tensor, held: Tensor) -> float:
+    """Error that this case's terms, which cancel, leave in `name` in q's dtype: that of the recurrence in float32,
+    token by token, in units of q's dtype. The op rounds tapes where the recurrence rounds nothing: a quarter of the
+    units for 16 bits, and twice the float32 one, is below every budget where nothing cancels (3e-7: 5e-3 of 24e-3)."""
+    units = torch.finfo(case.given["q"].dtype).eps / torch.finfo(torch.float32).eps
+    found = _expected(case, upstream, torch.float32)[name]
+    return max(2.0, units / 4) * rms(torch.where(held, found.double() - want, 0.0)) if found is not None else 0.0
+
+
+def _judge(
+    tally: Tally, case: Case, actual: dict, expected: dict[str, Tensor], usual: dict[str, float], upstream: list[Tensor]
+) -> None:
     factor = _undamped(case)
     gates, wide = (factor * budget for budget in BUDGETS[case.given["q"].dtype])
     for name, got in actual.items():
@@ -220,6 +233,8 @@ def _judge(tally: Tally, case: Case, actual: dict, expected: dict[str, Tensor], 
         got, want = torch.where(held, got.cpu().double(), 0.0), torch.where(held, want, 0.0)
         size = max(rms(want), FLOOR * usual.get(name, 0.0), 1e-30)
         share = rms(got - want) / size / (gates if name in ("dg", "dbeta") else wide)
+        if share > 1 and case.given["q"].dtype != torch.float64:
+            share = min(share, rms(got - want) / max(_conditioned(case, upstream, name, want, held), 1e-30))
         tally.note(name, share)
         if not share <= 1:
             tally.failures.append(Failure(case.name, name, f"{share:.2f} of the allowed error (size {size:.2e})"))
@@ -243,7 +258,7 @@ def fuzz(tally: Tally, seed: int, group: int, device: torch.device) -> None:
         value_width = 128  # the width of models, and of kernels of its own
     heads, ratio = (structure.choice(values, structure=True) for values in ((1, 2, 3), (1, 2, 3, 4)))
     sizes = {"H": heads, "HV": heads * ratio, "K": key_width, "V": value_width, "longest": structure.choice((110, 220))}
-    cases, results, expected = [], [], []
+    cases, results, expected, upstreams = [], [], [], []
     for at in range(GROUP):
         name = f"seed {seed} group {group} case {at} K={key_width} V={value_width}"
         case = _make(Source("gdn", seed, group, at, device=device), name, sizes)
@@ -255,14 +270,15 @@ def fuzz(tally: Tally, seed: int, group: int, device: torch.device) -> None:
         cases.append(case)
         results.append(actual)
         expected.append(_expected(case, upstream))
+        upstreams.append(upstream)
         tally.guards += case.source.guards
         tally.kinds[str(case.given["q"].dtype)[6:]] += 1
     usual = {}
     for name in ("o", "final_state", *(f"d{n}" for n in INPUTS)):
         found = [rms(e[name]) for e in expected if e.get(name) is not None]
         usual[name] = sorted(found)[len(found) // 2] if found else 0.0
-    for case, actual, wanted in zip(cases, results, expected, strict=True):
-        _judge(tally, case, actual, wanted, usual)
+    for case, actual, wanted, upstream in zip(cases, results, expected, upstreams, strict=True):
+        _judge(tally, case, actual, wanted, usual, upstream)
     tally.cases += len(cases)
 
 
