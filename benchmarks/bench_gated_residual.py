@@ -89,6 +89,7 @@ def worker(provider: str) -> None:
         if ready is None or ready[0] != (case, rows):
             ready = None
             torch.cuda.empty_cache()
+            torch._dynamo.reset()  # or the second number of rows is compiled for any
             torch.manual_seed(0)
             scale = 0.02 if case == "module" else 1.0
             tensors = [
@@ -154,10 +155,7 @@ def main() -> None:
         for rows in args.rows:
             times: dict[str, list[list[float]]] = {p: [] for p in processes}
             for process in processes.values():
-                process.stdin.write(f"{case} {rows} 1\n")  # all of them compile at once
-                process.stdin.flush()
-            for process in processes.values():
-                process.stdout.readline()
+                ask(process, f"{case} {rows} 1")  # one at a time: Inductor times its configurations
             for _ in range(args.rounds):
                 for provider, process in processes.items():
                     times[provider].append(ask(process, f"{case} {rows} {args.repetitions}"))

@@ -20,13 +20,14 @@ import torch
 from torch._inductor import ir
 from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
 from torch._inductor.ops_handler import OpsHandler
-from torch._inductor.virtualized import ops
+from torch._inductor.virtualized import V, ops
 from torch.utils._pytree import tree_map
 
 from ..ops import ptx
 from ..ops.validation import LOW_PRECISION
 
 aten = torch.ops.aten
+prims = torch.ops.prims
 NAMESPACE = "ple_gdn_rounded"
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
@@ -284,8 +285,26 @@ def _round_number(value: Any, dtype: torch.dtype) -> Any:
     return torch.tensor(value, dtype=dtype).item() if isinstance(value, float) else value
 
 
+def _store_if_widened_for_several(box: Any) -> None:
+    """Keeps a rounded value in memory, in 16 bits, if several readers take it in fp32 and it comes from three as large.
+
+    Inductor computes it again for every reader, from up to four buffers, then stores in fp32 what it has become. Stored
+    once it is read in half the bytes and nothing is lost: it is rounded. From the gradient of the norm's output to that
+    of its input, gated residual module, 4,096 rows of 4 x 2560: 1,030 MB instead of 1,470. And a sum over tokens, few
+    blocks with long loops, must not compute much besides: with roundings in it ptxas (CUDA 12.8) saves registers by
+    loading late, 319 us instead of 268.
+    """
+    if len(V.graph.current_node.users) < 2 or not _is_rounded(box):
+        return
+    equal = V.graph.sizevars.statically_known_equals
+    if sum(equal(V.graph.get_numel(name), box.get_numel()) for name in box.get_read_names()) > 2:
+        box.realize()
+
+
 def lower_as_eager(target: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     """Inductor IR of one ATen op with eager's roundings; without a 16-bit tensor it is Inductor's own."""
+    if target is prims.convert_element_type.default and args[1] == torch.float32:
+        _store_if_widened_for_several(args[0])
     args, kwargs = tree_map(rounded, (args, kwargs))
     first = next((a for a in args if isinstance(a, ir.TensorBox)), None)
     dtype = None if first is None else first.get_dtype()

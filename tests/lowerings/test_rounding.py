@@ -5,12 +5,17 @@ Inductor's C++ compiles take seconds, so a few graphs carry many checks.
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
 from oracles import gated_residual as oracle
 from oracles.gated_residual import all_codes, mismatches
+from torch._inductor.graph import GraphLowering
 from torch._inductor.utils import run_and_get_code
+from torch._inductor.virtualized import V
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import ple_gdn
@@ -150,3 +155,19 @@ def test_a_rounded_op_outside_inductor_is_the_aten_op():
     assert op is not rounding.rounded_op(aten.div.Tensor, x, x)
     assert mismatches(op(x, 3), x / 3) == 0
     assert op(x.to("meta"), 3).shape == x.shape
+
+
+WIDEN = rounding.rounded_op(torch.ops.prims.convert_element_type.default, torch.zeros(1), torch.float32)
+
+
+@pytest.mark.parametrize(("terms", "readers", "stored"), [(3, 2, True), (2, 2, False), (3, 1, False)])
+def test_a_value_of_three_buffers_that_two_readers_widen_is_stored_in_16_bits(terms, readers, stored):
+    def fn(small, *values):
+        wide = WIDEN(functools.reduce(ROUNDED_ADD, values, small), torch.float32)
+        return [wide.sum(dim) for dim in range(readers)]
+
+    args = [torch.randn(1 if i == 0 else 64, 64).bfloat16() for i in range(terms + 1)]
+    graph = GraphLowering(make_fx(fn, tracing_mode="fake")(*args))
+    with V.set_graph_handler(graph):
+        graph.run(*args)
+    assert (torch.bfloat16 in [buffer.get_dtype() for buffer in graph.buffers]) == stored
