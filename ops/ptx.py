@@ -33,3 +33,6 @@ Rounded to BF16 it is eager's for every BF16 code, to FP16 it is not."""
 
 RECIPROCAL = "rcp.approx.ftz.f32 $0, $1;"
 """1 / x of a normal x to one unit in the last place, 0 where the result is subnormal."""
+
+UNPACK_PAIR_BF16 = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
+"""A packed pair of BF16 as two fp32, in two instructions: PTX's own conversion takes three. Constraints "=f,=f,r"."""

@@ -11,6 +11,7 @@ from . import ptx
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 ROUND_TO_BF16 = tl.constexpr(ptx.ROUND_TO_BF16)
 RECIPROCAL = tl.constexpr(ptx.RECIPROCAL)
+UNPACK_PAIR_BF16 = tl.constexpr(ptx.UNPACK_PAIR_BF16)
 
 
 @triton.jit
@@ -27,3 +28,11 @@ def reciprocal(x):
     if INTERPRETED:
         return 1.0 / x
     return tl.inline_asm_elementwise(RECIPROCAL, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def widened(x, DTYPE: tl.constexpr):
+    """fp32 of x rounded to DTYPE; a BF16 tile needs an even number of elements a thread."""
+    if (x.dtype == tl.bfloat16) & (tl.bfloat16 == DTYPE) & (not INTERPRETED):
+        return tl.inline_asm_elementwise(UNPACK_PAIR_BF16, "=f,=f,r", [x], dtype=tl.float32, is_pure=True, pack=2)
+    return x.to(DTYPE).to(tl.float32)

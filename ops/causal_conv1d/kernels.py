@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from ..ple.kernels_common import MINUS_LOG2_E, _boundaries_are_bad, _channels, _row_offset
-from ..triton_rounding import reciprocal, rounded
+from ..triton_rounding import reciprocal, rounded, widened
 
 # What the documents are: all rows, the rows of each batch element, or as `cu_seqlens` says.
 ONE_DOCUMENT = tl.constexpr(0)
@@ -28,25 +28,29 @@ def check_kernel(cu_seqlens, healthy, rows, documents, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _document(cu_seqlens, row, rows, tokens, documents, steps, DOCUMENTS: tl.constexpr):
-    """First row of the document of `row` and the row after its last; within [0, rows] whatever `cu_seqlens` holds."""
+def _document(cu_seqlens, row, guess, rows, tokens, documents, steps, DOCUMENTS: tl.constexpr):
+    """First row of the document of `row`, the row after its last, its number: `guess`, or as a search finds it.
+
+    Within [0, rows] whatever `cu_seqlens` holds.
+    """
     if DOCUMENTS == PACKED:
-        low = row * 0
-        high = low + documents - 1
-        for _ in range(steps):
+        low = tl.maximum(tl.minimum(guess, documents - 1), 0)
+        found = (tl.load(cu_seqlens + low) <= row) & (tl.load(cu_seqlens + low + 1) > row)
+        high = tl.where(found, low, documents - 1)
+        low = tl.where(found, low, 0)
+        for _ in range(tl.where(found, 0, steps)):
             middle = (low + high + 1) // 2
             after = tl.load(cu_seqlens + middle) <= row
             low = tl.where(after, middle, low)
             high = tl.where(after, high, middle - 1)
         first = tl.maximum(tl.load(cu_seqlens + low).to(tl.int32), 0)
         end = tl.minimum(tl.maximum(tl.load(cu_seqlens + low + 1).to(tl.int32), row + 1), rows)
+        return first, end, low
     elif DOCUMENTS == BATCH_ROWS:
         first = row - row % tokens
-        end = first + tokens
+        return first, first + tokens, guess
     else:
-        first = row * 0
-        end = rows
-    return first, end
+        return row * 0, rows, guess
 
 
 @triton.jit
@@ -70,6 +74,28 @@ def _load_rows(
         offset = _row_offset(row + i, tokens, x_batch, x_row, FLAT)
         tile = tl.load(x + c + offset, mask=_channels(c, live, D), other=0.0)
         out = out + (tile.to(DTYPE).to(tl.float32),)
+    return out
+
+
+@triton.jit
+def _load_inner_rows(
+    x, row, tokens, x_batch, x_row, c, COUNT: tl.constexpr, D: tl.constexpr, BC: tl.constexpr, FLAT: tl.constexpr,
+    DENSE: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """As `_load_rows`, all of one document: one offset, and of DENSE tensors constant distances between the rows."""
+    out = ()
+    at = x + c + _row_offset(row, tokens, x_batch, x_row, FLAT)
+    if DENSE:
+        at = x + c + row.to(tl.int64) * D
+    for i in tl.static_range(COUNT):
+        distance = i * x_row.to(tl.int64)
+        if DENSE:
+            distance = i * D
+        if D % BC == 0:
+            tile = tl.load(at + distance)
+        else:
+            tile = tl.load(at + distance, mask=c < D, other=0.0)
+        out = out + (widened(tile, DTYPE),)
     return out
 
 
@@ -155,10 +181,12 @@ def forward_kernel(
     taps = _load_taps(weight, healthy, c, D, K, DOCUMENTS)
     offset = _load_bias(bias, c, D, BC, HAS_BIAS)
     total = tl.minimum(_packed_rows(cu_seqlens, rows, documents, DOCUMENTS), stop)
+    document = row * 0
     while row < total:
-        first, after = _document(cu_seqlens, row, rows, tokens, documents, steps, DOCUMENTS)
+        first, after, document = _document(cu_seqlens, row, document, rows, tokens, documents, steps, DOCUMENTS)
         end = tl.minimum(after, total)
         _walk(x, y, taps, offset, row, first, end, tokens, c, x_batch, x_row, D, K, R, FLAT, HAS_BIAS, SILU, DTYPE)
         row = end
+        document += 1
     if DOCUMENTS == PACKED:
         _zero_rows(y, row, stop, c, D, BC)

@@ -17,12 +17,16 @@ from .kernels import (
     _convolve,
     _document,
     _load_bias,
+    _load_inner_rows,
     _load_rows,
     _load_taps,
     _packed_rows,
     _tail,
     _zero_rows,
 )
+
+# Rows at a time at the end of a document or a span, where rows may be missing.
+EDGE_ROWS = tl.constexpr(4)
 
 
 @triton.jit
@@ -67,28 +71,80 @@ def _input_gradient(grads, taps, i: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
+def _store_row(dx, t, out, live, c, D: tl.constexpr):
+    tl.store(dx + c + t.to(tl.int64) * D, out.to(dx.dtype.element_ty), mask=_channels(c, live, D))
+
+
+@triton.jit
+def _store_last_rows(
+    dx, grads, taps, t, row, end, c, D: tl.constexpr, K: tl.constexpr, BC: tl.constexpr, DTYPE: tl.constexpr
+):
+    """dx of rows t, ..., t + K - 2, those in [row, end), where the document has no row from t + K - 1 on."""
+    grads = grads + _zeros(K - 1, BC)
+    for i in tl.static_range(K - 1):
+        out = _input_gradient(grads, taps, i, K).to(DTYPE)
+        _store_row(dx, t + i, out, (t + i >= row) & (t + i < end), c, D)
+
+
+@triton.jit
+def _inner_rows(
+    dy, x, dx, taps, bias, sums, ring, grads, row, at, tokens, c, dy_batch, dy_row, x_batch, x_row, D: tl.constexpr,
+    K: tl.constexpr, R: tl.constexpr, BC: tl.constexpr, FLAT: tl.constexpr, DENSE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SILU: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """R rows from `at` on, all of one document and one span: no mask but that no row before `row` is stored."""
+    dys = _load_inner_rows(dy, at, tokens, dy_batch, dy_row, c, R, D, BC, FLAT, DENSE, DTYPE)
+    window = ring + _load_inner_rows(x, at, tokens, x_batch, x_row, c, R, D, BC, FLAT, DENSE, DTYPE)
+    to = dx + c + (at - (K - 1)).to(tl.int64) * D
+    for i in tl.static_range(R):
+        g = _before_activation(dys[i], window, taps, bias, i, K, HAS_BIAS, SILU, DTYPE)
+        sums = _add_weight_gradients(sums, window, g, i, K, HAS_BIAS)
+        grads = grads + (g,)
+        out = _input_gradient(grads, taps, i, K).to(DTYPE).to(dx.dtype.element_ty)
+        if (i >= K - 1) & (D % BC == 0):
+            tl.store(to + i * D, out)
+        else:
+            tl.store(to + i * D, out, mask=_channels(c, at + i - (K - 1) >= row, D))
+    return sums, _tail(window, K - 1, R), _tail(grads, K - 1, R)
+
+
+@triton.jit
 def _walk(
     dy, x, dx, taps, bias, sums, row, end, first, after, tokens, c, dy_batch, dy_row, x_batch, x_row,
-    D: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BC: tl.constexpr, FLAT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    SILU: tl.constexpr, DTYPE: tl.constexpr,
+    D: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BC: tl.constexpr, FLAT: tl.constexpr, DENSE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SILU: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Rows row, ..., end - 1 of the document [first, after): stores dx, returns `sums` with their share added."""
+    """Rows row, ..., end - 1 of the document [first, after): stores dx, returns `sums` with their share added.
+
+    Rows past the document have g = 0, so its last dx follow without them; those of a span need K - 1 rows of the next.
+    """
+    E: tl.constexpr = min(R, EDGE_ROWS)
     ring = _load_rows(x, row - (K - 1), first, after, tokens, x_batch, x_row, c, K - 1, D, FLAT, DTYPE)
     grads = _zeros(K - 1, BC)
-    for step in range(0, end - row + K - 1, R):
-        at = row + step
-        dys = _load_rows(dy, at, first, after, tokens, dy_batch, dy_row, c, R, D, FLAT, DTYPE)
-        window = ring + _load_rows(x, at, first, after, tokens, x_batch, x_row, c, R, D, FLAT, DTYPE)
-        for i in tl.static_range(R):
+    inner = (end - row) // R * R
+    for step in range(0, inner, R):
+        sums, ring, grads = _inner_rows(
+            dy, x, dx, taps, bias, sums, ring, grads, row, row + step, tokens, c, dy_batch, dy_row, x_batch, x_row,
+            D, K, R, BC, FLAT, DENSE, HAS_BIAS, SILU, DTYPE,
+        )  # fmt: skip
+    at = row + inner
+    stop = tl.minimum(end + K - 1, after)
+    while at < stop:
+        dys = _load_rows(dy, at, first, after, tokens, dy_batch, dy_row, c, E, D, FLAT, DTYPE)
+        window = ring + _load_rows(x, at, first, after, tokens, x_batch, x_row, c, E, D, FLAT, DTYPE)
+        for i in tl.static_range(E):
             g = _before_activation(dys[i], window, taps, bias, i, K, HAS_BIAS, SILU, DTYPE)
             # Rows past `end` are the next span's to add. Rows past `after` have dy = 0 and change no dx.
             sums = _add_weight_gradients(sums, window, tl.where(at + i < end, g, 0.0), i, K, HAS_BIAS)
             grads = grads + (g,)
             t = at + i - (K - 1)
-            out = _input_gradient(grads, taps, i, K).to(DTYPE).to(dx.dtype.element_ty)
-            tl.store(dx + c + t.to(tl.int64) * D, out, mask=_channels(c, (t >= row) & (t < end), D))
-        ring = _tail(window, K - 1, R)
-        grads = _tail(grads, K - 1, R)
+            out = _input_gradient(grads, taps, i, K).to(DTYPE)
+            _store_row(dx, t, out, (t >= row) & (t < end), c, D)
+        ring = _tail(window, K - 1, E)
+        grads = _tail(grads, K - 1, E)
+        at += E
+    if at - (K - 1) < end:
+        _store_last_rows(dx, grads, taps, at - (K - 1), row, end, c, D, K, BC, DTYPE)
     return sums
 
 
@@ -96,7 +152,7 @@ def _walk(
 def backward_kernel(
     dy, x, weight, bias, cu_seqlens, healthy, dx, partial, rows, tokens, span, documents, steps, dy_batch, dy_row,
     x_batch, x_row, D: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BC: tl.constexpr, FLAT: tl.constexpr,
-    DOCUMENTS: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr,
+    DENSE: tl.constexpr, DOCUMENTS: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     """dx of one span of rows, and `partial` [spans, K + HAS_BIAS, D], its sums for dweight and dbias."""
     TILES: tl.constexpr = (D + BC - 1) // BC
@@ -110,14 +166,16 @@ def backward_kernel(
     offset = _load_bias(bias, c, D, BC, HAS_BIAS)
     sums = _zeros(K + HAS_BIAS, BC)
     total = tl.minimum(_packed_rows(cu_seqlens, rows, documents, DOCUMENTS), stop)
+    document = row * 0
     while row < total:
-        first, after = _document(cu_seqlens, row, rows, tokens, documents, steps, DOCUMENTS)
+        first, after, document = _document(cu_seqlens, row, document, rows, tokens, documents, steps, DOCUMENTS)
         end = tl.minimum(after, total)
         sums = _walk(
             dy, x, dx, taps, offset, sums, row, end, first, after, tokens, c, dy_batch, dy_row, x_batch, x_row,
-            D, K, R, BC, FLAT, HAS_BIAS, SILU, DTYPE,
+            D, K, R, BC, FLAT, DENSE, HAS_BIAS, SILU, DTYPE,
         )  # fmt: skip
         row = end
+        document += 1
     if DOCUMENTS == PACKED:
         _zero_rows(dx, row, stop, c, D, BC)
     out = partial + i_span.to(tl.int64) * ((K + HAS_BIAS) * D) + c

@@ -21,17 +21,18 @@ MINIMUM_SPAN = 64
 
 
 class Walk(NamedTuple):
-    """One-warp programs of `channels` (at 4 taps), `rows` at a time; `programs` of them fill an H200 once."""
+    """Programs of `channels` (at 4 taps) and `warps`, `rows` at a time; `programs` of them at most."""
 
     channels: int
     rows: int
     programs: int
+    warps: int = 1
 
 
-# By bytes per element. 96 and 141 registers a thread: 20 and 14 programs on each of 132 multiprocessors, one wave.
-# Fixed, so that the bits of dweight do not depend on the GPU.
+# By bytes per element. 96 and 128 registers a thread at most (fp32: 160): 20 and 16 (12) warps on each of 132
+# multiprocessors, equally many on its quarters; one wave. Fixed: the bits of dweight do not depend on the GPU.
 FORWARD = {2: Walk(256, 4, 132 * 20), 4: Walk(128, 8, 132 * 20)}
-BACKWARD = {2: Walk(128, 8, 132 * 14), 4: Walk(128, 8, 132 * 14)}
+BACKWARD = {2: Walk(128, 8, 132 * 16), 4: Walk(128, 8, 132 * 12)}
 
 
 def _channels_last(x: Tensor) -> Tensor:
@@ -50,6 +51,7 @@ class Problem:
         self.dy = None if dy is None else _channels_last(dy)
         sources = (self.x,) if self.dy is None else (self.x, self.dy)
         self.flat = self.batch == 1 or all(s.stride(0) == self.tokens * s.stride(1) for s in sources)
+        self.dense = self.flat and all(s.stride(1) == self.width for s in sources)
         self.documents, self.cu_seqlens, self.healthy = 0, None, None
         self.kind = (ONE_DOCUMENT if self.batch == 1 else BATCH_ROWS).value
         if cu_seqlens is not None:
@@ -73,7 +75,7 @@ class Problem:
         tiles = -(-self.width // channels)
         span = max(-(-self.rows // max(1, walk.programs // tiles)), MINIMUM_SPAN)
         span = -(-span // walk.rows) * walk.rows
-        return span, -(-self.rows // span), {"BC": channels, "R": walk.rows, "num_warps": 1}
+        return span, -(-self.rows // span), {"BC": channels, "R": walk.rows, "num_warps": walk.warps}
 
     def sizes(self, span: int) -> tuple[int, int, int, int, int]:
         """rows, tokens, span, documents and the steps of a search among the documents."""
@@ -130,7 +132,7 @@ def launch_backward(
         partial = torch.empty((spans, sums, p.width), dtype=torch.float32, device=p.device)
         backward_kernel[(spans * -(-p.width // tile["BC"]),)](
             p.dy, p.x, *_parameters(weight, bias), p.cu_seqlens, p.healthy, dx, partial, *p.sizes(span),
-            *p.dy.stride()[:2], *p.x.stride()[:2], **facts, **tile, **OPTIONS,
+            *p.dy.stride()[:2], *p.x.stride()[:2], **facts, **tile, DENSE=p.dense, **OPTIONS,
         )  # fmt: skip
         rows, block = PARTIAL_BLOCK
         weight_kernel[(-(-p.width // block), sums)](

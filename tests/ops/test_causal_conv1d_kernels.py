@@ -36,8 +36,10 @@ def _type(name: str, element: str) -> str:
     return f"*{element}" if name in ("x", "y", "dy", "dx", "weight", "bias") else "i32"
 
 
-def _compile(name: str, element: str, width: int, taps: int, kind: int, bias: bool, directory: Path) -> tuple[int, str]:
-    """(stack bytes a thread, PTX) of a kernel as the launcher calls it."""
+def _compile(
+    name: str, element: str, width: int, taps: int, kind: int, bias: bool, directory: Path
+) -> tuple[int, int, str]:
+    """(stack bytes a thread, programs that run at once, PTX) of a kernel as the launcher calls it."""
     kernel, walks = {
         "forward": (kernels.forward_kernel, launch.FORWARD),
         "backward": (kernels_backward.backward_kernel, launch.BACKWARD),
@@ -47,6 +49,8 @@ def _compile(name: str, element: str, width: int, taps: int, kind: int, bias: bo
     _, _, tile = launch.Problem(x, weight, None).plan(walks[x.element_size()])
     warps = tile.pop("num_warps")
     constants = {"D": width, "K": taps, "FLAT": True, "DOCUMENTS": kind, "HAS_BIAS": bias, "SILU": True, **tile}
+    if name == "backward":
+        constants["DENSE"] = kind != kernels.BATCH_ROWS.value
     names = kernel.arg_names
     signature = {n: "constexpr" if n in constants else _type(n, element) for n in names}
     even = [i for i, n in enumerate(names) if signature[n].startswith("*") or n.endswith(("_row", "_batch"))]
@@ -62,7 +66,10 @@ def _compile(name: str, element: str, width: int, taps: int, kind: int, bias: bo
     binary.write_bytes(compiled.asm["cubin"])
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     usage = subprocess.run([str(tool), "-res-usage", str(binary)], capture_output=True, text=True, check=True).stdout
-    return int(re.search(r"STACK:(\d+)", usage)[1]), compiled.asm["ptx"]
+    # A quarter of a multiprocessor has 16384 registers and hands them out to a warp by 256.
+    registers = -(-int(re.search(r"REG:(\d+)", usage)[1]) // 8) * 8
+    at_once = 132 * 4 * (16384 // (32 * registers)) // warps
+    return int(re.search(r"STACK:(\d+)", usage)[1]), at_once, compiled.asm["ptx"]
 
 
 # element, channels, taps, documents, bias
@@ -83,8 +90,11 @@ SHAPES = {
 )
 def test_kernels_compile_for_hopper_without_spills(shape: str, name: str, tmp_path: Path) -> None:
     element = SHAPES[shape][0]
-    stack, ptx = _compile(name, *SHAPES[shape], tmp_path)
+    stack, at_once, ptx = _compile(name, *SHAPES[shape], tmp_path)
     assert stack == 0
+    if SHAPES[shape][2] == 4 and (name == "backward" or not SHAPES[shape][4]):  # with a bias the forward has 1.25 waves
+        walks = launch.FORWARD if name == "forward" else launch.BACKWARD
+        assert walks[ELEMENTS[element].itemsize].programs <= at_once
     # No division of seven instructions, and no conversion at a quarter of the rate where y is rounded to BF16.
     assert "div.full" not in ptx
     if element == "bf16":
