@@ -29,9 +29,9 @@ class Walk(NamedTuple):
     warps: int = 1
 
 
-# By bytes per element. 96 and 128 registers a thread at most (fp32: 160): 20 and 16 (12) warps on each of 132
-# multiprocessors, equally many on its quarters; one wave. Fixed: the bits of dweight do not depend on the GPU.
-FORWARD = {2: Walk(256, 4, 132 * 20), 4: Walk(128, 8, 132 * 20)}
+# By bytes per element. 64 and 128 registers a thread at most (fp32: 96 and 160): 32 and 16 (20 and 12) warps on each of
+# 132 multiprocessors, equally many on its quarters; one wave. Fixed: the bits of dweight do not depend on the GPU.
+FORWARD = {2: Walk(128, 4, 132 * 32), 4: Walk(128, 8, 132 * 20)}
 BACKWARD = {2: Walk(128, 8, 132 * 16), 4: Walk(128, 8, 132 * 12)}
 
 

@@ -99,8 +99,8 @@ def test_kernels_compile_for_hopper_without_spills(shape: str, name: str, tmp_pa
     assert "div.full" not in ptx
     if element == "bf16":
         assert re.search(r"cvt\.rn\.bf16x2\.f32 \S+, \S+, 0f00000000", ptx)
-    # 16 bytes a thread and load in the forward, 8 in the backward of 16-bit types.
-    width = "v4.b32" if name == "forward" or element == "fp32" else "v2.b32"
+    # Four values a thread and load.
+    width = "v4.b32" if element == "fp32" else "v2.b32"
     if SHAPES[shape][2] == 4:
         assert f"ld.global.{width}" in ptx
 
