@@ -82,6 +82,49 @@ def alike(row):
 
 
 @gluon.jit
+def start_state(
+    h0_ptr, starts_ptr, source_ptr, states_ptr, state, own, inside, turned, document, head, before,
+    HV: gl.constexpr, HAS_H0: gl.constexpr, SPAN: gl.constexpr, KIND: gl.constexpr,
+):  # fmt: skip
+    S = gl.zeros([64, 128], gl.float32, WIDE)
+    if SPAN:
+        source = gl.load(source_ptr + document).to(gl.int64)
+        if source >= 0:
+            S = gl.load(starts_ptr + (source * HV + head) * 16384 + turned)
+        elif HAS_H0:
+            S = gl.load(h0_ptr + ((-1 - source) * HV + head) * 16384 + inside)
+    elif HAS_H0 and before == 0:
+        S = gl.load(h0_ptr + state + inside)
+    if KIND == 1 and before > 0:
+        S = gl.load(states_ptr + own + inside)
+    return S
+
+
+@gluon.jit
+def send_last(
+    o_desc, o_ptr, o_tile, O_low, delta_desc, delta_ptr, delta_tile, delta_low,
+    start, length, chunks, first, column,
+    HV: gl.constexpr, OUTPUT: gl.constexpr, STORE_H: gl.constexpr, SPAN: gl.constexpr,
+):  # fmt: skip
+    """O and delta of the last chunk."""
+    row = start + (chunks - 1) * 64
+    valid = length - (chunks - 1) * 64
+    start_staging()
+    if OUTPUT:
+        o_tile.permute((1, 0)).store(O_low)
+    if STORE_H:
+        delta_tile.permute((1, 0)).store(delta_low)
+    end_staging()
+    if OUTPUT:
+        send_rows(o_desc, o_ptr, o_tile, row, column, valid, HV * 128)
+    if STORE_H:
+        at = (first + chunks - 1) * 64 if SPAN else row
+        send_rows(delta_desc, delta_ptr, delta_tile, at, column, valid, HV * 128)
+    # Shared memory must outlive the copies out of it.
+    tma.store_wait(0)
+
+
+@gluon.jit
 def walk(
     q_tiles, k_tiles, v_tiles, x_tiles, p_tiles, rows_tiles, starts, h_tile, delta_tile, o_tile,
     state_full, state_empty, output_full, output_empty,
@@ -99,17 +142,10 @@ def walk(
     # Start states are kept as they lie, [V, K]: pairs at immediate offsets; `inside` would cost the loop 28 registers.
     turned = gl.arange(0, 128, gl.SliceLayout(0, WIDE))[None, :] + vcol[:, None] * 128
     own = gl.cast(index * HV + head, gl.int64) * 16384
-    S = gl.zeros([64, 128], gl.float32, WIDE)
-    if SPAN:
-        source = gl.load(source_ptr + document).to(gl.int64)
-        if source >= 0:
-            S = gl.load(starts_ptr + (source * HV + head) * 16384 + turned)
-        elif HAS_H0:
-            S = gl.load(h0_ptr + ((-1 - source) * HV + head) * 16384 + inside)
-    elif HAS_H0 and before == 0:
-        S = gl.load(h0_ptr + state + inside)
-    if KIND == 1 and before > 0:
-        S = gl.load(states_ptr + own + inside)
+    S = start_state(
+        h0_ptr, starts_ptr, source_ptr, states_ptr, state, own, inside, turned, document, head, before,
+        HV, HAS_H0, SPAN, KIND,
+    )  # fmt: skip
     O_low = gl.zeros([64, 64], dtype, NARROW)
     delta_low = gl.zeros([64, 64], dtype, NARROW)
     for i in range(chunks):
@@ -196,21 +232,10 @@ def walk(
             thread_barrier()
             mbarrier.arrive(output_empty.index(out_slot), count=1)
     if chunks > 0:
-        row = start + (chunks - 1) * 64
-        valid = length - (chunks - 1) * 64
-        start_staging()
-        if OUTPUT:
-            o_tile.permute((1, 0)).store(O_low)
-        if STORE_H:
-            delta_tile.permute((1, 0)).store(delta_low)
-        end_staging()
-        if OUTPUT:
-            send_rows(o_desc, o_ptr, o_tile, row, column, valid, HV * 128)
-        if STORE_H:
-            at = (first + chunks - 1) * 64 if SPAN else row
-            send_rows(delta_desc, delta_ptr, delta_tile, at, column, valid, HV * 128)
-        # Shared memory must outlive the copies out of it.
-        tma.store_wait(0)
+        send_last(
+            o_desc, o_ptr, o_tile, O_low, delta_desc, delta_ptr, delta_tile, delta_low,
+            start, length, chunks, first, column, HV, OUTPUT, STORE_H, SPAN,
+        )  # fmt: skip
     if KIND == 2 and after > 0:
         gl.store(states_ptr + own + HV * 16384 + inside, S)
     elif STORE_HT and after == 0:

@@ -214,8 +214,12 @@ def test_a_backward_in_spans_has_the_bits_of_one(
     assert all(torch.equal(a, kept[name]) for a, name in zip(rebuilt, NAMES[2:], strict=True))
 
 
-def test_spans_are_captured_in_a_graph_and_replayed_with_other_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("pieces", [False, True])
+def test_spans_are_captured_in_a_graph_and_replayed_with_other_boundaries(
+    pieces: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cut_into(monkeypatch, *CUTS[1])
+    monkeypatch.setattr(configs, "CUTS", ((1 << 30, 2),) if pieces else ())
     case = on_gpu(make_case((400, 40, 260), dtype=torch.bfloat16, **GROUPED))
     boundaries = torch.tensor((0, 400, 440, 700), device="cuda")
 
@@ -285,17 +289,24 @@ def test_more_documents_than_a_grid_axis_holds() -> None:
 
 @pytest.mark.slow
 def test_offsets_past_two_to_the_thirty_first() -> None:
-    """B T HV V = 2^31 + 2^17: the last 64 tokens equal the same tokens alone."""
+    """B T HV V = 2^31 + 2^17, pieces, spans: the last 64 tokens and their gradients equal the same tokens alone."""
     tokens, heads, width = (1 << 20) + 64, 16, 128
     tail = make_case((64,), dtype=torch.bfloat16, heads=heads, value_heads=heads, key_width=width, value_width=width)
     tail = on_gpu(tail)
-    inputs = [torch.zeros(1, tokens, *x.shape[2:], dtype=x.dtype, device="cuda") for x in tail[:5]]
-    for whole, part in zip(inputs, tail, strict=False):
-        whole[:, -64:] = part
-    boundaries = torch.tensor((0, tokens - 64, tokens), device="cuda")
-    o = torch.ops.ple_gdn.gated_delta_rule(*inputs, None, boundaries, use_qk_l2norm=True, save_mode="none")[0]
-    alone = torch.ops.ple_gdn.gated_delta_rule(*tail[:5], use_qk_l2norm=True, save_mode="none")[0]
-    assert torch.equal(o[:, -64:], alone)
+    whole = []
+    for part in (*tail[:5], tail.do):
+        whole.append(torch.zeros(1, tokens, *part.shape[2:], dtype=part.dtype, device="cuda"))
+        whole[-1][:, -64:] = part
+    results = []
+    for *inputs, do in (whole, (*tail[:5], tail.do)):
+        T = do.shape[1]
+        inputs += [None, torch.tensor((0, T - 64, T), device="cuda")]
+        o, _, *tapes = torch.ops.ple_gdn.gated_delta_rule(*inputs, use_qk_l2norm=True)
+        backward = torch.ops.ple_gdn.gated_delta_rule_backward
+        gradients = backward(do, None, *inputs, None, None, *tapes, use_qk_l2norm=True)[:5]
+        results.append([x[:, -64:].clone() for x in (o, *gradients)])
+        del o, tapes, gradients
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_a_plain_tf32_inverse_exceeds_the_budget_that_ours_meets() -> None:

@@ -115,7 +115,7 @@ if __name__ == "__main__":
     generator = torch.Generator().manual_seed(0)
     for turn in range(12):
         picked = torch.randint(0, 400, (1 + turn % 5,), generator=generator).tolist()
-        lengths = [n if i % 3 else n % 70 for i, n in enumerate(picked)] + [130]
+        lengths = [n if i % 3 else n % 70 for i, n in enumerate(picked)] + [0, 130, 0]
         check_tables(lengths, 1 + turn % 4, 20_000 * turn)
         if turn % 2:
             check_tables(lengths, 1 + turn % 4, 10_000 * turn, pieces=1 + turn % 3)
