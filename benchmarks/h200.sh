@@ -59,10 +59,10 @@ one)
     job 30 bench_conv $python benchmarks/bench_causal_conv1d.py --out "$out/results/causal_conv1d_h200.json" && settle
     ;;
 fuzz)
-    # More processes are slower: they share the GPU in turns, and a machine of two GPUs adds memory at 3 GB/s.
-    job 170 fuzz_gated_residual $python tests/fuzz/fuzz_gated_residual.py --cases 2000 --seed 1 --device cuda --workers 4 && settle
-    job 540 fuzz_gdn $python tests/fuzz/fuzz_gdn.py --cases 2000 --seed 1 --device cuda --workers 6
-    job 540 fuzz_ple $python tests/fuzz/fuzz_ple.py --cases 2000 --seed 1 --device cuda --workers 4
+    # Compiling is nearly all of it: one fuzzer at a time, a set of kernels to each of 16 workers.
+    job 60 fuzz_gated_residual $python tests/fuzz/fuzz_gated_residual.py --cases 2000 --seed 1 --device cuda --workers 4 && settle
+    job 300 fuzz_gdn $python tests/fuzz/fuzz_gdn.py --cases 2000 --seed 1 --device cuda --workers 16 --seconds 240 && settle
+    job 220 fuzz_ple $python tests/fuzz/fuzz_ple.py --cases 2000 --seed 1 --device cuda --workers 16 --seconds 170
     settle
     ;;
 gdn)

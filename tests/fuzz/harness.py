@@ -43,6 +43,11 @@ class Tally:
     worst: dict[str, float] = field(default_factory=dict)
     kinds: Counter[str] = field(default_factory=Counter)
     failures: list[Failure] = field(default_factory=list)
+    end: float = math.inf
+    """Of `time.monotonic`: no case begins after it."""
+
+    def late(self) -> bool:
+        return time.monotonic() > self.end
 
     def note(self, name: str, share: float) -> None:
         """`share`: error over allowed error."""
@@ -193,13 +198,13 @@ def run(
     seconds: float = math.inf,
 ) -> Tally:
     """Runs whole groups, one of `every`, until `cases` cases were checked, or so many seconds have gone by."""
-    tally, group, end = Tally(), first_group, time.monotonic() + seconds
+    tally, group = Tally(end=time.monotonic() + seconds), first_group
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     # Memory that an op allocates and does not write is NaN: a read of it shows in the result.
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        while tally.cases < cases and time.monotonic() < end:
+        while tally.cases < cases and not tally.late():
             fuzzer(tally, seed, group, torch.device(device))
             group += every
     finally:
@@ -216,7 +221,7 @@ def main(fuzzer: Fuzzer) -> None:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--first-group", type=int, default=0, help="starts here: a failing case names its group")
     parser.add_argument("--workers", type=int, default=1, help="processes, each with every so many-th group")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="starts no group after that")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="starts no case after that")
     given = parser.parse_args()
     clock = time.process_time if given.workers == 1 else time.monotonic
     started = clock()
