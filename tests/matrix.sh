@@ -15,7 +15,7 @@ failed=0
 # What depends on the release: backend, passes, autograd of the ops, training and compatibility. The rest is arithmetic.
 torch_tests=(tests/backend tests/fx_passes tests/faults tests/lowerings tests/ops/test_gated_delta_rule_op.py
     tests/ops/test_gated_residual.py tests/ops/test_tape_regions.py tests/ops/test_tape_region_kinds.py tests/ops/test_direct.py
-    tests/ops/test_saved_tensors_once.py tests/ops/test_triton_launch.py tests/fuzz
+    tests/ops/test_saved_tensors_once.py tests/ops/test_triton_launch.py tests/ops/test_gated_delta_rule_repeats.py tests/fuzz
     tests/ops/test_gdn_spans.py::test_a_compiled_call_keeps_and_reads_start_states_at_any_length)
 # Compilation alone: an interpreted test fails under Triton 3.6 ("only 0-dimensional arrays can be converted"; NumPy 2.4).
 triton_tests=(-k "not interpreted or map_kernel" tests/ops/test_gdn_compile_sm90.py tests/ops/test_ple_compile_sm90.py
