@@ -16,7 +16,7 @@ NAMESPACE = "ple_gdn"
 SCHEMAS: dict[str, str] = {
     # Gated delta rule. Tapes: gcum [B,T,HV] f32, k_rstd [B,T,H] f32, qscale [B,T,H] f32, x [B,T,HV,64], then only with
     # save_mode "full": h [NC_max,HV,K,V], delta [B,T,HV,V]. save_mode "light" has f32 start states in the place of
-    # h, [B T // 2048 HV V K] on one axis. save_mode "none" (inference) leaves all six empty.
+    # h, [(B T // 2048 + 1) HV V K] on one axis. save_mode "none" (inference) leaves all six empty.
     "gated_delta_rule": (
         "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state=None, Tensor? cu_seqlens=None, "
         "Tensor? chunk_offsets=None, Tensor? workspace=None, *, float? scale=None, bool output_final_state=False, "

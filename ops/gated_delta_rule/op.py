@@ -295,7 +295,7 @@ def gated_delta_rule(
         use_qk_l2norm: divide q and k by `sqrt(sum(x^2) + 1e-6)` over the head width, inside the op.
         cu_seqlens: boundaries of the documents packed in the one row (B = 1), `[N + 1]` int32 or int64, or the
             `Packing` of `prepare_varlen`. Rows after the last entry belong to no document: output 0, gradient 0.
-        save_mode: "light" keeps four small tapes and a state per 2048 tokens for the backward, which replays the others
+        save_mode: "light" keeps four small tapes and `T // 2048 + 1` states for the backward, which replays the others
             span by span; "full" keeps one state per 64 tokens and one row of V per token and replays nothing. Gradients
             are bitwise equal.
         reuse_recompute_tapes: under activation checkpointing, True feeds the recompute's tapes to the backward, False
