@@ -302,9 +302,10 @@ def gated_delta_rule(
             lets the backward rebuild them, "auto" hands them over exactly where this call is proven to be the last of
             its region that saves tensors (`tape_decisions()`, or `explain` for compiled code, says why). Without a
             checkpoint it has no effect. Gradients are bitwise equal.
-        workspace: `[bytes]` uint8 on q's device, at least `gdn_workspace_bytes(...)`, starting at a multiple of 256
-            bytes of its storage: the scratch of forward and backward, written without a trace in autograd or in the
-            schema. Nothing else may read it, and no two calls may use it at once.
+        workspace: `[bytes]` uint8 on q's device, at least `gdn_workspace_bytes(...)` (with `tokens=T` where rows follow
+            the last document), starting at a multiple of 256 bytes of its storage: the scratch of forward and backward,
+            written without a trace in autograd or in the schema. Nothing else may read it, and no two calls may use it
+            at once.
         cp: a prepared `KcpContext`: the inputs are this rank's shard of its pack, `initial_state` the whole pack's;
             the final state is nonzero for documents that end on this rank. Then `cu_seqlens` must be None.
 

@@ -196,6 +196,7 @@ def gdn_workspace_layout(
     save_mode: str = "light",
     reuse_recompute_tapes: bool | str = False,
     cp: KcpContext | None = None,
+    tokens: int | None = None,
     device: str = "cuda",
 ) -> WorkspaceLayout:
     """Bytes of the arena of `gated_delta_rule` by phase, symbolic. Arguments and errors: see `gdn_workspace_bytes`.
@@ -205,7 +206,7 @@ def gdn_workspace_layout(
     """
     import sympy
 
-    tokens, documents = _pack(cu_seqlens, H, HV, K, V, dtype, save_mode, reuse_recompute_tapes, cp)
+    tokens, documents = _pack(cu_seqlens, H, HV, K, V, dtype, save_mode, reuse_recompute_tapes, cp, tokens)
     if device not in BOUND:
         raise ValueError(f"device: expected 'cuda' or 'cpu', got {device!r}")
     names = ("T", "N", "H", "HV", "K", "V", "e")
@@ -236,22 +237,26 @@ def gdn_workspace_bytes(
     save_mode: str = "light",
     reuse_recompute_tapes: bool | str = False,
     cp: KcpContext | None = None,
+    tokens: int | None = None,
 ) -> int:
     """Bytes of a `workspace` that serves the forward, the backward and inference of `gated_delta_rule` on this pack.
 
     Args:
-        cu_seqlens: `[N + 1]` or a `Packing`; T is its last entry. Its values are read (a synchronisation on CUDA).
+        cu_seqlens: `[N + 1]` or a `Packing`. Its values are read (a synchronisation on CUDA).
         H, HV, K, V: heads of q and k, heads of v, and their widths.
         dtype: of q, k and v: float32, bfloat16 or float16.
         save_mode: "light" or "full", as in the call.
         reuse_recompute_tapes: as in the call; only True lets the backward count on kept light tapes.
         cp: a prepared `KcpContext`: the pack is this rank's shard, its segments the documents; `cu_seqlens` is ignored.
+        tokens: T, the rows of q; by default the last entry of `cu_seqlens`. A pack that is padded to a fixed length has
+            more: the rows behind its last document take scratch and tapes too. None with `cp`.
 
     Raises:
         TypeError: a dtype or type that is not listed.
-        ValueError: `cu_seqlens` values, head counts, widths or options that `gated_delta_rule` would refuse.
+        ValueError: `cu_seqlens` values, head counts, widths or options that `gated_delta_rule` would refuse; `tokens`
+            below the last entry of `cu_seqlens`, or given with `cp`.
     """
-    tokens, documents = _pack(cu_seqlens, H, HV, K, V, dtype, save_mode, reuse_recompute_tapes, cp)
+    tokens, documents = _pack(cu_seqlens, H, HV, K, V, dtype, save_mode, reuse_recompute_tapes, cp, tokens)
     rows = tokens if cp is None else 0  # a context has its own segments
     sizes = Sizes(tokens, tokens // CHUNK + documents, H, HV, K, V, dtype.itemsize, R=rows)
     return max(sizes.arena_bytes(phase) for phase in needed_phases(save_mode, reuse_recompute_tapes is True))
@@ -268,13 +273,14 @@ def gdn_saved_bytes(
     save_mode: str = "light",
     reuse_recompute_tapes: bool | str = False,
     cp: KcpContext | None = None,
+    tokens: int | None = None,
 ) -> int:
     """Bytes that one call keeps for its backward on top of its own inputs: the tapes of `save_mode`.
 
     Arguments and errors as `gdn_workspace_bytes`. `reuse_recompute_tapes` does not change the number: it decides when,
     in a checkpoint region, these bytes live. With `cp` the start states and maps of the segments count too.
     """
-    tokens, documents = _pack(cu_seqlens, H, HV, K, V, dtype, save_mode, reuse_recompute_tapes, cp)
+    tokens, documents = _pack(cu_seqlens, H, HV, K, V, dtype, save_mode, reuse_recompute_tapes, cp, tokens)
     sizes = Sizes(tokens, tokens // CHUNK + documents, H, HV, K, V, dtype.itemsize)
     saved = sum(sizes.bytes_of(name) for name in KEPT[save_mode] if cp is None or name != "starts")
     if cp is not None:
@@ -326,14 +332,19 @@ def _pack(
     save_mode: str,
     reuse_recompute_tapes: bool | str,
     cp: KcpContext | None,
+    tokens: int | None,
 ) -> tuple[int, int]:
     """Checks the arguments; returns tokens and documents."""
     for name, size in (("H", H), ("HV", HV), ("K", K), ("V", V)):
         check_int(name, size)
+    if tokens is not None:
+        check_int("tokens", tokens)
     for name, width in (("K", K), ("V", V)):
         if width not in WIDTHS:
             raise ValueError(f"{name}: expected a head width of 16 to 256 in steps of 16, got {width}")
-    if H < 1 or HV < H or HV % H:
+    if H < 1:
+        raise ValueError(f"H: expected at least 1, got {H}")
+    if HV < H or HV % H:
         raise ValueError(f"HV: expected a positive multiple of H = {H}, got {HV}")
     if dtype not in FLOATS:
         raise TypeError(f"dtype: expected torch.float32, torch.bfloat16 or torch.float16, got {dtype}")
@@ -346,10 +357,16 @@ def _pack(
             raise TypeError(f"cp: expected a KcpContext from build_kcp_context, got {type(cp).__name__}")
         if cp.heads is None:
             raise ValueError("cp: expected a prepared context; call ctx.prepare(H, HV) first")
+        if tokens is not None:
+            raise ValueError(f"tokens: expected None with cp=, whose shard has its own rows, got {tokens}")
         return cp.local_tokens, len(cp.plan.segments)
     if isinstance(cu_seqlens, Packing):
         cu_seqlens = cu_seqlens.cu_seqlens
     check_tensor("cu_seqlens", cu_seqlens)
     check_index_vector("cu_seqlens", cu_seqlens)
     boundaries = read_boundaries(cu_seqlens)
-    return boundaries[-1], len(boundaries) - 1
+    if tokens is None:
+        tokens = boundaries[-1]
+    elif tokens < boundaries[-1]:
+        raise ValueError(f"tokens: expected at least the last entry of cu_seqlens, {boundaries[-1]}, got {tokens}")
+    return tokens, len(boundaries) - 1

@@ -7,6 +7,7 @@ import torch
 from oracles.gdn import make_case
 
 import ple_gdn
+from ple_gdn.ops.gated_delta_rule.workspace import needed_phases
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -50,10 +51,36 @@ def test_saved_bytes_of_a_shard_count_its_segments(save_mode: str) -> None:
     assert ple_gdn.gdn_saved_bytes(torch.tensor(case.boundaries), *SIZES, **options) == saved
 
 
+@pytest.mark.parametrize("save_mode", ["light", "full"])
+def test_rows_behind_the_last_document_are_counted_by_tokens(save_mode: str) -> None:
+    case = make_case((200,), **GEOMETRY)
+    boundaries = torch.tensor([0, 60])
+    options = {"dtype": torch.float32, "save_mode": save_mode, "tokens": 200}
+    tapes = torch.ops.ple_gdn.gated_delta_rule(*case[:5], None, boundaries, save_mode=save_mode)[2:]
+    assert ple_gdn.gdn_saved_bytes(boundaries, *SIZES, **options) == sum(tape.nbytes for tape in tapes)
+    needed = ple_gdn.gdn_workspace_bytes(boundaries, *SIZES, **options)
+    assert needed == max(
+        ple_gdn.gdn_workspace_layout(boundaries, *SIZES, **options).bytes(p) for p in needed_phases(save_mode, False)
+    )
+    leaves = [x.clone().requires_grad_() for x in case[:5]]
+    scratch = torch.empty(needed, dtype=torch.uint8)
+    call = {"cu_seqlens": boundaries, "save_mode": save_mode}
+    ple_gdn.gated_delta_rule(*leaves, workspace=scratch, **call)[0].sum().backward()
+    with pytest.raises(ValueError, match=f"workspace: expected at least {needed} bytes"):
+        ple_gdn.gated_delta_rule(*leaves, workspace=scratch[:-1], **call)
+    context = ple_gdn.build_kcp_context(ple_gdn.kcp_partition(boundaries, 1), None, 0, "cpu").prepare(1, 3)
+    with pytest.raises(ValueError, match="tokens: expected None with cp="):
+        ple_gdn.gdn_saved_bytes(boundaries, *SIZES, cp=context, **options)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
         ({"H": 2}, ValueError, "HV: expected a positive multiple of H = 2, got 3"),
+        ({"H": -1}, ValueError, "H: expected at least 1, got -1"),
+        ({"H": 2**70}, ValueError, "H: expected an int of 64 bits"),
+        ({"tokens": 4}, ValueError, "tokens: expected at least the last entry of cu_seqlens, 5, got 4"),
+        ({"tokens": 5.0}, TypeError, "tokens: expected an int, got float"),
         ({"H": 1.0}, TypeError, "H: expected an int, got float"),
         ({"K": 24}, ValueError, "K: expected a head width"),
         ({"dtype": torch.int8}, TypeError, "dtype: expected"),
