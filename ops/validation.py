@@ -53,8 +53,12 @@ _in_differentiating_transform._dynamo_marked_constant = True
 
 
 def check_int(name: str, value: object) -> None:
+    """Raises TypeError unless `value` is an int, ValueError where the dispatcher cannot hold it: a schema's int has 64
+    bits."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+    if not isinstance(value, torch.SymInt) and not -(2**63) <= value < 2**63:
+        raise ValueError(f"{name}: expected an int of 64 bits, -2**63 to 2**63 - 1, got {value}")
 
 
 def check_number(name: str, value: object) -> None:

@@ -101,3 +101,5 @@ def _check_bytes(name: str, value: Any, at_least: int) -> None:
         raise TypeError(f"option {name!r}: expected a number of bytes (int), got {value!r}")
     if value < at_least:
         raise ValueError(f"option {name!r}: expected at least {at_least} bytes, got {value}")
+    if value >= 2**63:
+        raise ValueError(f"option {name!r}: expected at most 2**63 - 1 bytes, got {value}")

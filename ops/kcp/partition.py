@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from ..validation import check_int
+from ..varlen import Packing
 
 CHUNK = 64
 LAYOUTS = ("contiguous", "zigzag", "zigzag_per_document")
@@ -77,11 +78,14 @@ class Partition:
         return bounds
 
 
-def kcp_partition(cu_seqlens: torch.Tensor | Sequence[int], world_size: int, layout: str = "contiguous") -> Partition:
+def kcp_partition(
+    cu_seqlens: torch.Tensor | Packing | Sequence[int], world_size: int, layout: str = "contiguous"
+) -> Partition:
     """Splits a pack of documents over `world_size` ranks; every token is owned exactly once.
 
     Args:
-        cu_seqlens: [N+1] document boundaries, integers, first 0, not decreasing. A tensor on a device is read once.
+        cu_seqlens: [N+1] document boundaries, integers, first 0, not decreasing, or a `Packing`. A tensor on a device
+            is read once.
         world_size: number of ranks, at least 1; ranks may own nothing.
         layout: "contiguous" (rank r owns [rT/W, (r+1)T/W)), "zigzag" (2W blocks of the pack, rank r owns blocks r and
             2W-1-r, which balances causal work) or "zigzag_per_document" (the same cuts inside each document).
@@ -119,7 +123,9 @@ def check_rank(rank: object, part: Partition) -> None:
         raise ValueError(f"rank: expected 0 <= rank < {part.world_size}, got {rank}")
 
 
-def _boundaries(cu_seqlens: torch.Tensor | Sequence[int]) -> tuple[int, ...]:
+def _boundaries(cu_seqlens: torch.Tensor | Packing | Sequence[int]) -> tuple[int, ...]:
+    if isinstance(cu_seqlens, Packing):
+        cu_seqlens = cu_seqlens.cu_seqlens
     if isinstance(cu_seqlens, torch.Tensor):
         if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
             raise TypeError(
@@ -140,6 +146,7 @@ def _boundaries(cu_seqlens: torch.Tensor | Sequence[int]) -> tuple[int, ...]:
     for a, b in itertools.pairwise(bounds):
         if a > b:
             raise ValueError(f"cu_seqlens: expected non-decreasing boundaries, got {a} then {b}")
+    check_int("cu_seqlens", bounds[-1])
     return bounds
 
 

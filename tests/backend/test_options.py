@@ -54,6 +54,7 @@ def test_valid_values_are_taken(options):
         ({"rounding": True}, TypeError, r"'rounding'.*got True"),
         ({"rounding": None}, TypeError, r"'rounding'.*got None"),
         ({"workspace_bytes": 0}, ValueError, r"'workspace_bytes'.*at least 1 bytes, got 0"),
+        ({"workspace_bytes": 2**70}, ValueError, r"'workspace_bytes'.*at most 2\*\*63 - 1 bytes"),
         ({"workspace_bytes": 6.4e7}, TypeError, r"'workspace_bytes'.*int.*got 64000000.0"),
         ({"workspace_bytes": True}, TypeError, r"'workspace_bytes'.*got True"),
         ({"workspace_bytes": "64MB"}, TypeError, r"'workspace_bytes'.*got '64MB'"),

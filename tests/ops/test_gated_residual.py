@@ -171,6 +171,7 @@ BF16 = torch.bfloat16
 BAD = [
     ("down", (torch.zeros(2, 8), 1), ValueError, "streams: expected at least 2"),
     ("down", (torch.zeros(2, 8), 0), ValueError, "streams: expected at least 2"),
+    ("down", (torch.zeros(2, 8), 2**70), ValueError, "streams: expected an int of 64 bits"),
     ("down", (torch.zeros(2, 8), 4.0), TypeError, "streams: expected an int, got float"),
     ("down", (torch.zeros(()), 4), ValueError, "x: expected at least 1 dimension"),
     ("down", (torch.zeros(2, 8, dtype=torch.int64), 4), TypeError, "x: expected dtype"),

@@ -9,6 +9,7 @@ import random
 import pytest
 import torch
 
+import ple_gdn
 from ple_gdn.ops.kcp.partition import LAYOUTS, kcp_partition
 from ple_gdn.ops.kcp.planner import (
     P_RULES,
@@ -68,6 +69,7 @@ def test_touching_blocks_of_one_document_merge_on_the_middle_rank():
         ([], ValueError, "start at 0"),
         ([0, 5, 3], ValueError, "non-decreasing boundaries, got 5 then 3"),
         (None, TypeError, "sequence of integers, got NoneType"),
+        ([0, 2**70], ValueError, "cu_seqlens: expected an int of 64 bits"),
         ([0, 1.5], TypeError, "integers, got 1.5"),
         (torch.tensor([0.0, 3.0]), TypeError, "int32 or int64"),
         (torch.tensor([[0, 3]]), TypeError, "1-D"),
@@ -130,6 +132,12 @@ def test_the_design_cases_of_one_document_on_one_device():
     assert jobs.walk(4, 32, 132) == 8192
     assert kcp_plan_row(part, 48, sm_count=132, p_rule="row_cost_lpt") == [1]
     assert kcp_plan_row(part, 64, sm_count=132, p_rule="row_cost_lpt") == [1]
+
+
+def test_a_packing_is_partitioned_as_its_boundaries():
+    packing = ple_gdn.prepare_varlen(torch.tensor(PACK_7))
+    for layout in LAYOUTS:
+        assert kcp_partition(packing, 3, layout) == kcp_partition(PACK_7, 3, layout)
 
 
 @pytest.mark.parametrize("rule", P_RULES)
