@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from ..ops.ple.chunking import DEFAULT_WORKSPACE_BYTES, backward_chunk_rows
+from ..ops.ple.chunking import DEFAULT_WORKSPACE_BYTES, backward_chunk_rows, useful_dilation
 from .matching import where_of
 from .records import GraphPass, PassContext, Refusal, Rewrite
 
@@ -50,7 +50,10 @@ def _chunk(node: fx.Node, context: PassContext) -> None:
         return
     budget = node.kwargs.get("workspace_bytes") or DEFAULT_WORKSPACE_BYTES
     itemsize = torch.promote_types(hidden.meta["val"].dtype, torch.float32).itemsize
-    sizes = (width // channels, channels, kernel, node.kwargs["dilation"], itemsize)
+    dilation = node.kwargs["dilation"]
+    if isinstance(tokens, int):
+        dilation = useful_dilation(dilation, tokens)
+    sizes = (width // channels, channels, kernel, dilation, itemsize)
     if isinstance(tokens, int):
         rows = backward_chunk_rows(budget, tokens, *sizes)
         shown = str(rows)

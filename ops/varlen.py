@@ -122,7 +122,8 @@ def check_packing(
 
 def _check_packing_device(name: str, value: torch.Tensor, device: torch.device) -> None:
     if value.device.type != "cpu" and value.device != device:
-        raise ValueError(f"{name}: expected device cpu or {device} (that of the inputs), got {value.device}")
+        expected = "cpu" if device.type == "cpu" else f"cpu or {device}"
+        raise ValueError(f"{name}: expected device {expected} (that of the inputs), got {value.device}")
 
 
 # Boundaries already read and checked, newest first: (int64 copy, chunk offsets, host values). Compared by content, so a

@@ -23,7 +23,7 @@ from ..validation import (
     check_tensor,
 )
 from ..varlen import Packing, check_packing, read_boundaries, unpack_cu_seqlens
-from .chunking import DEFAULT_WORKSPACE_BYTES
+from .chunking import DEFAULT_WORKSPACE_BYTES, useful_dilation
 
 MAX_KERNEL = 8
 STATS = 5
@@ -135,6 +135,7 @@ def _ple_gate_conv_impl(
     tensors = (hidden, key, value, norm_key_weight, norm_query_weight, norm_conv_weight, conv_weight)
     check_inputs(*tensors, cu_seqlens, conv_mask, dilation, eps, workspace_bytes)
     budget = DEFAULT_WORKSPACE_BYTES if workspace_bytes is None else workspace_bytes
+    dilation = useful_dilation(dilation, hidden.shape[1])
     if triton_ready(hidden.device):
         from .forward import launch_forward
 
@@ -191,6 +192,7 @@ def _ple_gate_conv_backward_impl(
     check_inputs(*tensors, cu_seqlens, conv_mask, dilation, eps, workspace_bytes)
     _check_backward(dout, hidden, value, stats, chunk_rows)
     budget = DEFAULT_WORKSPACE_BYTES if workspace_bytes is None else workspace_bytes
+    dilation = useful_dilation(dilation, hidden.shape[1])
     if triton_ready(hidden.device):
         from .backward import launch_backward
 

@@ -11,7 +11,7 @@ from oracles.ple import TENSORS, ple_inputs
 
 import ple_gdn
 from ple_gdn.ops import triton_support
-from ple_gdn.ops.ple.chunking import backward_chunk_rows, forward_chunk_rows
+from ple_gdn.ops.ple.chunking import backward_chunk_rows, forward_chunk_rows, useful_dilation
 
 FORWARD = torch.ops.ple_gdn.ple_gate_conv
 BACKWARD = torch.ops.ple_gdn.ple_gate_conv_backward
@@ -48,6 +48,7 @@ BAD = {
     "dilation": [
         (lambda _: 0, ValueError, r"dilation: expected at least 1, got 0"),
         (lambda _: 1.5, TypeError, r"dilation: expected an int, got float"),
+        (lambda _: 2**63, ValueError, r"dilation: expected an int of 64 bits, .* got 9223372036854775808"),
     ],
     "eps": [
         (lambda _: 0.0, ValueError, r"eps: expected a positive number, got 0"),
@@ -56,6 +57,7 @@ BAD = {
     "workspace_bytes": [
         (lambda _: 0, ValueError, r"workspace_bytes: expected None or a positive"),
         (lambda _: 1e6, TypeError, r"workspace_bytes: expected an int, got float"),
+        (lambda _: 2**70, ValueError, r"workspace_bytes: expected an int of 64 bits"),
     ],
     "cp": [(lambda _: object(), TypeError, r"cp: expected a KcpContext")],
     "cu_seqlens": [
@@ -114,6 +116,24 @@ def test_chunk_rows_is_one_expression_for_numbers_and_symbols():
             assert int(expression.subs({tokens: size, budget: value})) == number
             assert 1 <= number <= max(size, 1)
     assert backward_chunk_rows(64 << 20, 262_144, 4, 2560, 4, 3) == 375
+
+
+@pytest.mark.parametrize("boundaries", [None, [0, 7, 70]])
+def test_a_dilation_beyond_the_rows_costs_and_gives_what_the_rows_can_reach(boundaries):
+    cu_seqlens = None if boundaries is None else torch.tensor(boundaries)
+    results = []
+    for dilation in (70, 2**63 - 1):
+        tensors = ple_inputs(1, 70, 2, 8, 4, requires_grad=True)
+        out = ple_gdn.ple_gate_conv(*tensors, dilation=dilation, cu_seqlens=cu_seqlens)
+        results.append((out, *torch.autograd.grad(out.square().sum(), tensors)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert [useful_dilation(d, t) for d, t in ((3, 1), (64, 1), (65, 10), (128, 65), (999, 65))] == [
+        3,
+        64,
+        64,
+        128,
+        128,
+    ]
 
 
 def test_cuda_without_triton_warns_once_and_takes_the_reference(monkeypatch, caplog):

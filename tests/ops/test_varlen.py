@@ -74,7 +74,7 @@ def test_metadata_checks_name_batch_device_and_count() -> None:
         varlen.check_packing(1, cpu, boundaries, torch.tensor([0, 1, 2]))
     with pytest.raises(ValueError, match="None without cu_seqlens"):
         varlen.check_packing(1, cpu, None, torch.tensor([0, 1]))
-    with pytest.raises(ValueError, match="expected device cpu"):
+    with pytest.raises(ValueError, match=r"expected device cpu \(that of the inputs\), got meta"):
         varlen.check_packing(1, cpu, torch.empty(2, dtype=torch.int64, device="meta"))
 
 
