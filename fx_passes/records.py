@@ -43,7 +43,10 @@ class PassFailure:
 
 @dataclass
 class Records:
-    """Mutable log of one compile, filled by the passes and read by `explain()`."""
+    """Mutable log of one compile, filled by the passes and read by `explain()`.
+
+    fallbacks: places that run on a slower path than the usual one, an unfused ATen kernel say.
+    """
 
     rewrites: list[Rewrite] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)

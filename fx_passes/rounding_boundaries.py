@@ -27,7 +27,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ..lowerings.rounding import BY_ATEN, SHORT_SUMS, can_lower, is_short_sum, rounded_op
+from ..lowerings.by_aten import UNTAGGED, by_aten, ops_by_aten
+from ..lowerings.rounding import NAMESPACE, SHORT_SUMS, can_lower, is_short_sum, rounded_op
 from ..ops.gated_residual import reference as gated_residual
 from ..ops.grouped_rms_norm import reference as grouped_rms_norm
 from ..ops.validation import LOW_PRECISION
@@ -58,8 +59,6 @@ PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, ate
 
 # Decompositions that do not round where eager does: left out for 16-bit operands, so that the node arrives here.
 KEPT_WHOLE = (aten.sigmoid_backward.default, aten.silu.default, aten.silu_backward.default)
-# With "eager_all" so are those of ops that only ATen's own kernels compute as eager does.
-KEPT_WHOLE_IN_ALL = (*KEPT_WHOLE, *BY_ATEN)
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor, *, group_size: int, eps: float = 1e-6) -> torch.Tensor:
@@ -98,17 +97,27 @@ def _is_low(value: Any) -> bool:
 
 
 def decompositions(rounding: str) -> dict[torch._ops.OperatorBase, Callable[..., Any]]:
-    """Inductor's decompositions, for "eager" and "eager_all" less those of `KEPT_WHOLE` for 16-bit operands."""
+    """Inductor's decompositions, for "eager" and "eager_all" less those of `KEPT_WHOLE` for 16-bit operands.
+
+    With "eager_all" also less those of calls that only ATen's own kernels compute as eager does.
+    """
     table = dict(select_decomp_table())
     if rounding == "fast":
         return table
 
-    def unless_low(decomposition: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: NotImplemented if _is_low(args) else decomposition(*args, **kwargs)
+    def unless_low(target: torch._ops.OperatorBase, decomposition: Callable[..., Any]) -> Callable[..., Any]:
+        def decompose(*args: Any, **kwargs: Any) -> Any:
+            if not _is_low(args) or not (target in KEPT_WHOLE or by_aten(target, args, kwargs)):
+                return decomposition(*args, **kwargs)
+            # Inductor's joint passes take it for a `round` without the keyword, and raise.
+            hidden = target is aten.round.decimals
+            return rounded_op(target, *args, **kwargs)(*args, **kwargs) if hidden else NotImplemented
 
-    for target in KEPT_WHOLE if rounding == "eager" else KEPT_WHOLE_IN_ALL:
+        return decompose
+
+    for target in KEPT_WHOLE if rounding == "eager" else (*KEPT_WHOLE, *ops_by_aten()):
         if target in table:
-            table[target] = unless_low(table[target])
+            table[target] = unless_low(target, table[target])
     return table
 
 
@@ -183,7 +192,10 @@ def _rounds(node: torch.fx.Node) -> bool:
     target = node.target
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
         return False
-    elementwise = torch.Tag.pointwise in target.tags or target is prims.convert_element_type.default
+    if target.namespace == NAMESPACE:
+        return False
+    elementwise = torch.Tag.pointwise in target.tags or target in UNTAGGED
+    elementwise |= target is prims.convert_element_type.default
     if target in SHORT_SUMS and len(node.args) > 1 and not node.kwargs:
         elementwise = is_short_sum(target, node.args[0].meta["val"].shape, node.args[1])
     if not elementwise or torch.Tag.nondeterministic_seeded in target.tags or not can_lower(target):
@@ -245,8 +257,11 @@ def _run(gm: torch.fx.GraphModule, context: PassContext) -> None:
         marked.update(_sums_with_a_product(gm.graph), _casts_read_in_fp32(gm.graph))
     else:
         marked = {n for n in alive if _rounds(n)}
-    for node in marked:
-        node.meta[MARK] = True
+    for node in gm.graph.nodes:
+        if node in marked:
+            node.meta[MARK] = True
+            if by_aten(node.target, node.args, node.kwargs):
+                context.records.fallbacks.append(f"{node.target} in {rounding!r} rounding: ATen's kernel, not fused")
 
 
 PASS = GraphPass(name="rounding_boundaries", stage="joint", run=_run)

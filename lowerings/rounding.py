@@ -11,8 +11,7 @@ right whatever Inductor fuses in front of it; a value that is rounded already do
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any
 
 import sympy
@@ -25,6 +24,7 @@ from torch.utils._pytree import tree_map
 
 from ..ops import ptx
 from ..ops.validation import LOW_PRECISION
+from .by_aten import by_aten, ops_by_aten
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -242,38 +242,8 @@ def _short_sum(x: Any, dim: int, keepdim: bool, mean: bool) -> Any:
     return ir.Pointwise.create(device=device, dtype=x.get_dtype(), inner_fn=value, ranges=size)
 
 
-# Ops whose eager kernels round inside, or take another formula than Inductor's, by a path that depends on the exponent,
-# the mode or the vector width. They are called as they are.
-BY_ATEN = frozenset(
-    {
-        aten.pow.Scalar,
-        aten.pow.Tensor_Tensor,
-        aten.lerp.Scalar,
-        aten.lerp.Tensor,
-        aten.addcmul.default,
-        aten.addcdiv.default,
-        aten.div.Tensor_mode,
-        aten.fmod.Scalar,
-        aten.fmod.Tensor,
-        aten.remainder.Scalar,
-        aten.remainder.Tensor,
-        aten.gelu.default,
-        aten.gelu_backward.default,
-    }
-)
-
-
-def by_aten(target: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = MappingProxyType({})) -> bool:
-    """Whether this call is exact only as ATen's own kernel: see `BY_ATEN`; powers but squares, scaled sums."""
-    if target is aten.pow.Tensor_Scalar:
-        return args[1] != 2
-    if target in (aten.add.Tensor, aten.sub.Tensor):
-        return kwargs.get("alpha", 1) != 1
-    return target in BY_ATEN
-
-
 def can_lower(target: Any) -> bool:
-    return target in EAGER_RULES or target in BY_ATEN or target in lowerings
+    return target in EAGER_RULES or target in ops_by_aten() or target in lowerings
 
 
 # ATen's CPU kernels of these round a Python number to the tensor's dtype first: `x + 0.1` in BF16 adds 0.1001. Those of

@@ -193,6 +193,73 @@ def test_eager_all_gives_the_bits_of_eager_where_its_kernels_have_their_own_ways
     assert not ple_gdn.last_report().failures
 
 
+def taken_apart(x, y):
+    """Ops that Inductor takes apart into several, each of which would round; ATen's kernels round once."""
+    p, q, size = x.sigmoid() * 0.98 + 0.01, y.sigmoid(), y.abs() + 1.1
+    losses = (F.mse_loss, F.huber_loss, F.smooth_l1_loss)
+    return (
+        *[loss(x, y, reduction="none") for loss in losses],
+        F.mse_loss(x, y),
+        F.binary_cross_entropy(p, q, reduction="none"),
+        F.kl_div(p.log(), q, reduction="none"),
+        F.soft_margin_loss(x, y.detach().sign(), reduction="none"),
+        F.glu(torch.cat([x, y], -1)),
+        torch.logit(p),
+        torch.logit(p, eps=0.1),
+        torch.xlogy(x, size),
+        torch.xlogy(0.3, size),
+        torch.special.xlog1py(x, size),
+        torch.special.entr(p),
+        torch.mvlgamma(size, 2),
+        torch.addr(x.detach(), y[:, 0].detach(), x[0].detach(), alpha=0.3) * y,
+        torch.round(x, decimals=1) * y,
+        torch.nextafter(x.detach(), y.detach()) * y,
+        F.threshold(x, 0.3, 0.7),
+        *[f(x * 0.01) for f in (F.elu, F.selu, F.celu)],
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
+def test_eager_all_gives_the_bits_of_eager_for_ops_that_are_taken_apart_and_names_them(dtype):
+    x, y = ((3 * torch.randn(64, 16)).to(dtype).requires_grad_() for _ in range(2))
+    eager = run(taken_apart, [x, y], x, y)
+    assert fractions(run(compiled(taken_apart, "eager_all"), [x, y], x, y), eager) == [0] * len(eager)
+    report = ple_gdn.last_report()
+    assert not report.failures
+    assert any(entry.startswith("aten.mse_loss_backward.default in") for entry in report.fallbacks)
+
+
+def taken_apart_exactly(x, y):
+    """Ops that Inductor fuses taken apart (`TAKEN_APART_EXACTLY`, and some without the pointwise tag)."""
+    unary = (F.hardshrink, F.hardsigmoid, F.hardswish, F.hardtanh, F.logsigmoid, F.mish, F.relu, F.softplus)
+    unary += (torch.deg2rad, torch.rad2deg, torch.frac, torch.sgn, torch.nan_to_num, torch.tanh)
+    return (
+        *[f(x) for f in unary],
+        F.leaky_relu(x, 0.13),
+        F.softplus(x, 1.3, 2.0),
+        F.threshold(x, 0.3, 0.7),
+        torch.clamp(x, -0.7, 0.9),
+        torch.clamp(x, y, y + 1),
+        torch.fmax(x, y),
+        torch.fmin(x, y),
+        torch.logaddexp(x, y),
+        torch.rsub(x, 0.3, alpha=0.7),
+        torch.heaviside(x.detach(), y.detach()) * y,
+        x.masked_fill(y > 0, 0.3),
+        F.binary_cross_entropy_with_logits(x, y.sigmoid(), reduction="none"),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_ops_that_stay_taken_apart_under_eager_all_have_eagers_bits_for_every_finite_code(dtype):
+    codes = oracle.all_codes(dtype)
+    x = torch.where(codes.isfinite(), codes, 0).reshape(256, 256).requires_grad_()
+    y = torch.randn(256, 256).to(dtype).requires_grad_()
+    eager = run(taken_apart_exactly, [x, y], x, y)
+    assert fractions(run(compiled(taken_apart_exactly, "eager_all"), [x, y], x, y), eager) == [0] * len(eager)
+
+
 def test_a_comparison_under_eager_all_reads_the_rounded_value():
     x = torch.randn(64, 128).bfloat16()
 
