@@ -17,7 +17,7 @@ from torch._inductor.decomposition import select_decomp_table
 
 aten = torch.ops.aten
 
-# Eager's kernels round inside, or take another formula than Inductor's, by a path that depends on the exponent, the
+# Eager's kernels round inside, or take another formula than Inductor's, or a path that depends on the exponent, the
 # mode or the vector width.
 OWN_FORMULA = frozenset(
     {
@@ -35,6 +35,17 @@ OWN_FORMULA = frozenset(
         aten.gelu.default,
         aten.gelu_backward.default,
         aten.nextafter.default,
+        aten.expm1.default,
+        aten.asinh.default,
+        aten.acosh.default,
+        aten.atanh.default,
+        aten.i0.default,
+        aten.special_i0e.default,
+        aten.special_i1.default,
+        aten.special_i1e.default,
+        aten.polygamma.default,
+        aten.igamma.default,
+        aten.igammac.default,
     }
 )
 
@@ -47,6 +58,7 @@ UNTAGGED = frozenset(
         aten.glu_backward.default,
         aten.huber_loss.default,
         aten.huber_loss_backward.default,
+        aten.mish_backward.default,
         aten.mse_loss.default,
         aten.mse_loss_backward.default,
         aten.smooth_l1_loss.default,
