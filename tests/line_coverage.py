@@ -48,6 +48,7 @@ MEASURED = (
     "lowerings/test_cpp_casts.py",
     "ops/test_causal_conv1d.py::test_packing_refuses",
     "ops/test_causal_conv1d_kernels.py::test_interpreted",
+    "ops/test_gated_delta_rule_repeats.py",
     "ops/test_gated_delta_rule_workspace.py",
     "ops/test_gated_residual_interpreted.py",
     "ops/test_kcp_bad_input.py",
@@ -61,6 +62,7 @@ MEASURED = (
     "ops/test_ple_kernels_interpreted.py::test_interpreted_kernels_match_float64[two_taps]",
     "ops/test_saved_tensors_once.py",
     "ops/test_tape_region_kinds.py",
+    "ops/test_triton_launch.py",
     "ops/test_varlen.py",
 )
 """What node ids below tests/ begin with."""
