@@ -14,7 +14,9 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import bench_gated_residual as bench  # (beside this script)
 import workers
@@ -23,7 +25,7 @@ ROUNDS, REPETITIONS, TOP = 16, 10, 9
 CASES = [("inductor", 4096), ("ple_gdn", 4096), ("loops kept", 4096), ("inductor", 32768), ("ple_gdn", 32768)]
 
 
-def make():
+def make() -> Callable[[str], dict[str, Any]]:
     provider, rows, lock = sys.argv[2], int(sys.argv[3]), sys.argv[4]
     import torch
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
@@ -31,7 +33,7 @@ def make():
     chosen: dict[str, str] = {}
     tune = CachingAutotuner.autotune_to_one_config
 
-    def alone(self, *args, **kwargs):
+    def alone(self: CachingAutotuner, *args: Any, **kwargs: Any) -> Any:
         with open(lock) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             torch.cuda.synchronize()
@@ -55,14 +57,14 @@ def make():
     ]
     upstream = torch.randn_like(tensors[0])
 
-    def once():
+    def once() -> None:
         torch.autograd.grad(function(*tensors), tensors, upstream)
 
     for _ in range(3):
         once()
     torch.cuda.synchronize()
 
-    def answer(what):
+    def answer(what: str) -> dict[str, Any]:
         if what == "ready":
             return {"loaded": "ple_gdn" in sys.modules}
         if what == "time":

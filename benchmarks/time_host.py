@@ -13,11 +13,12 @@ import time
 from collections.abc import Callable
 
 import torch
+from time_spans import inputs  # (beside this script)
 
 import ple_gdn
 from ple_gdn.ops.gated_delta_rule import repeats
 
-H, HV, WIDTH = 16, 48, 128
+H, HV = 16, 48
 ROUNDS, CALLS = 20, 3
 
 
@@ -36,13 +37,7 @@ def host_ms(call: Callable[[], object]) -> float:
 
 
 def calls(tokens: int) -> dict[str, Callable[[], object]]:
-    torch.manual_seed(0)
-    unit = lambda: torch.nn.functional.normalize(torch.randn(1, tokens, H, WIDTH, device="cuda"), dim=-1)  # noqa: E731
-    q, k = unit().bfloat16().requires_grad_(), unit().bfloat16().requires_grad_()
-    v = torch.randn(1, tokens, HV, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    g = (torch.nn.functional.logsigmoid(torch.randn(1, tokens, HV, device="cuda")) / 4).requires_grad_()
-    beta = torch.sigmoid(torch.randn(1, tokens, HV, device="cuda")).requires_grad_()
-    leaves, do = (q, k, v, g, beta), torch.randn_like(v)
+    leaves, do, _ = inputs(((1, tokens), H, HV), "cuda")
     forward = lambda: ple_gdn.gated_delta_rule(*leaves)[0]  # noqa: E731
     return {"forward": forward, "both": lambda: torch.autograd.grad(forward(), leaves, do)}
 

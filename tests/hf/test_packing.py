@@ -34,6 +34,9 @@ def arguments(kind: str, lengths: tuple[int, ...], rows: int = 1) -> dict[str, A
         bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
         longest = {"max_length_q": max(lengths), "max_length_k": max(lengths)}
         return {"position_ids": position_ids, "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, **longest}
+    if kind == "document_boundaries":  # what README says to pass where position ids are all there is
+        bounds = torch.ops.ple_gdn.document_boundaries(position_ids, kind="position_ids")
+        return {"position_ids": position_ids, "cu_seq_lens_q": bounds}
     if kind == "seq_idx":
         marks = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).int()
         return {"position_ids": position_ids, "seq_idx": marks.expand(rows, -1).contiguous()}
@@ -61,7 +64,9 @@ def check(
         assert_as_alone(tiny.step(model, ids, first, **arguments(kind, lengths, rows)), expected)
 
 
-@pytest.mark.parametrize("kind", ["cu_seq_lens_q", "seq_idx"])
+@pytest.mark.parametrize(
+    "kind", ["cu_seq_lens_q", "seq_idx", pytest.param("document_boundaries", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("checkpoint", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_two_and_three_documents_per_layer(kind: str, checkpoint: bool):
     model, capture = tiny.build(**tiny.TWO_LAYERS), Capture()

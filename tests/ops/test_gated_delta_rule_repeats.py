@@ -214,3 +214,26 @@ def test_a_scale_of_minus_zero_is_another_call(gpu: types.SimpleNamespace) -> No
         gpu.memory.next = 0
         repeats.run(("x", scale), (case.q,), (), None, case.q.device, lambda arena, scale=scale: seen.append(scale))
     assert len(repeats._shapes) == 2
+
+
+def test_a_record_that_missed_a_launch_is_not_repeated(
+    gpu: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = example()
+    work = lambda: step(gpu, lambda: forward(case))  # noqa: E731
+    work()
+    expected = work()
+    with monkeypatch.context() as patch:
+        patch.setattr(triton_launch, "_watched", lambda: True)  # in the call that would be recorded
+        assert work() == []
+    assert [work() for _ in range(3)] == [expected] * 3
+
+
+def test_another_dtype_at_the_same_addresses_is_another_call(gpu: types.SimpleNamespace) -> None:
+    half = example(dtype=torch.float16)
+    other = half._replace(**{name: getattr(half, name).view(torch.bfloat16) for name in ("q", "k", "v")})
+    for _ in range(4):
+        step(gpu, lambda: forward(half))
+    compiled = gpu.by_triton
+    step(gpu, lambda: forward(other))
+    assert gpu.by_triton > compiled
