@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from ..layout import packed
 from ..triton_support import on_device
 from .configs import CONFIGS, Config, fit_block, fit_warps, rows_per_span
 from .kernels_backward import ple_conv_backward_kernel, ple_score_backward_kernel
@@ -49,10 +50,10 @@ def launch_backward(
     grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs)
     if hidden.numel() == 0:
         return tuple(grad.zero_() for grad in grads)
-    weights = [w.contiguous() for w in inputs[3:]]
+    weights = [packed(w) for w in inputs[3:]]
     with on_device(hidden.device):
         problem = Problem(hidden, key, value, conv_weight, cu_seqlens, conv_mask, dilation, dout)
-        stats = stats.contiguous()
+        stats = packed(stats)
         problem.prepare(*weights, stats)
         spans = plan_spans(problem.rows, problem.width, problem.kernel, dilation, _config(problem), workspace_bytes)
         sums, dtaps = _conv_backward(problem, spans[0])

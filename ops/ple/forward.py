@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from ..layout import packed
 from ..triton_support import on_device
 from .configs import CONFIGS, fit_block, fit_warps, rows_per_span
 from .kernels_forward import ple_output_kernel, ple_scalars_kernel
@@ -38,7 +39,7 @@ def launch_forward(
     stats = torch.empty((5, *hidden.shape[:2], streams), dtype=torch.float32, device=hidden.device)
     if out.numel() == 0:
         return out, stats
-    weights = [w.contiguous() for w in (norm_key_weight, norm_query_weight, norm_conv_weight, conv_weight)]
+    weights = [packed(w) for w in (norm_key_weight, norm_query_weight, norm_conv_weight, conv_weight)]
     with on_device(hidden.device):
         problem = Problem(hidden, key, value, conv_weight, cu_seqlens, conv_mask, dilation, None)
         problem.prepare(*weights, None)

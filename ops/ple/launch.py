@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..layout import packed, rows_as_packed
 from ..varlen import read_boundaries
 from .kernels_common import BF16_PAIRS, FP16_PAIRS, PLAIN, ple_prepare_kernel
 
@@ -17,18 +18,14 @@ OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
 BAD_CU_SEQLENS = "cu_seqlens must start at 0, never decrease and end at or before T"
 
 
-def unit_stride(x: Tensor) -> Tensor:
-    """`x`, copied only where its last dimension is not unit-stride."""
-    return x if x.shape[-1] == 1 or x.stride(-1) == 1 else x.contiguous()
-
-
 def as_pairs(x: Tensor) -> tuple[Tensor, int]:
-    """`x` as a walker takes it and its kind: int32 pairs of 16-bit elements where every row starts on a pair."""
+    """`x` as a walker takes it and its kind: int32 pairs of 16-bit elements where every dense row starts on a pair."""
     kind = _PAIRS.get(x.dtype)
-    even = all(n % 2 == 0 for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1])) and x.data_ptr() % 4 == 0
-    if kind is None or not even or x.stride(-1) != 1:
+    if kind is None or x.shape[-1] % 2:
         return x, PLAIN.value
-    return x.view(torch.int32), kind
+    if x.stride(-1) != 1 or x.data_ptr() % 4 or any(n % 2 for n in (x.storage_offset(), *x.stride()[:-1])):
+        x = x.clone(memory_format=torch.contiguous_format)
+    return rows_as_packed(x.view(torch.int32)), kind
 
 
 class Problem:
@@ -59,14 +56,14 @@ class Problem:
         self.streams = self.width // self.channels
         self.device = hidden.device
         self.dilation = dilation
-        self.sources = {"hidden": unit_stride(hidden), "key": unit_stride(key), "value": unit_stride(value)}
+        given = {"hidden": hidden, "key": key, "value": value} | ({} if dout is None else {"dout": dout})
+        self.sources = {name: rows_as_packed(x) for name, x in given.items()}
         self.sources["value_walk"], self.value_kind = self._walked(self.sources["value"])
         if dout is not None:
-            self.sources["dout"] = unit_stride(dout)
             self.sources["dout_walk"], self.dout_kind = self._walked(self.sources["dout"])
             self.sources["hidden_walk"], self.hidden_kind = self._walked(self.sources["hidden"])
             self.sources["key_walk"], self.key_kind = self._walked(self.sources["key"])
-        self.mask = None if conv_mask is None else conv_mask.contiguous()
+        self.mask = None if conv_mask is None else packed(conv_mask)
         self.cu_seqlens = None if cu_seqlens is None else self._on_device(cu_seqlens)
         self.flat = self.batch == 1 or all(x.stride(0) == self.tokens * x.stride(1) for x in self.sources.values())
         self.first: Tensor | None = None
