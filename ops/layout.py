@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Triton compiles anew for addresses and strides that are multiples of 16, and lays tiles out by them: which thread
-# holds which element, and so the order of a sum over a tile.
+# Triton compiles anew for addresses that are multiples of 16 bytes and for numbers that are multiples of 16, strides
+# too, and lays tiles out by them: which thread holds which element, and so the order of a sum over a tile.
 ALIGNMENT = 16
 
 
@@ -24,10 +24,12 @@ def rows_as_packed(x: Tensor) -> Tensor:
     multiple of 16), or that all do where dense rows do not: a value of 45 channels, padded to 48, was loaded in fours,
     and its scalars summed in another order.
     """
-    width = x.shape[2]
-    strides = x.stride()[x.shape[0] == 1 : 2]  # the distance of batch rows is not read where there is one
-    aligned = x.data_ptr() % ALIGNMENT == 0 and not any(stride % ALIGNMENT for stride in strides)
-    same = aligned == (width % ALIGNMENT == 0) and (1 in strides) == (width == 1)
-    if same and (width == 1 or x.stride(2) == 1):
+    batches, _, width = x.shape
+    batch, row, step = x.stride()
+    if batches == 1:
+        batch = 0  # not read
+    aligned = not (x.data_ptr() % ALIGNMENT or row % ALIGNMENT or batch % ALIGNMENT)
+    same = aligned == (width % ALIGNMENT == 0) and (row == 1 or batch == 1) == (width == 1)
+    if same and (step == 1 or width == 1):
         return x
     return x.clone(memory_format=torch.contiguous_format)

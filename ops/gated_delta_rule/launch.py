@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..layout import packed
 from ..triton_launch import launch
 from ..varlen import CHUNK
 from . import configs, repeats
@@ -142,7 +143,7 @@ def _scores(p: Problem, q: Tensor, k: Tensor, beta: Tensor, cu: Tensor | None, o
 
 
 class _Forward(NamedTuple):
-    """Inputs of a forward, contiguous, and what it fills: what is absent or not wanted is None or empty. `tapes` are
+    """Inputs of a forward, dense, and what it fills: what is absent or not wanted is None or empty. `tapes` are
     gcum, k_rstd, qscale and x, None where they are temporaries."""
 
     q: Tensor
@@ -199,7 +200,7 @@ def launch_forward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """(o, final_state, gcum, k_rstd, qscale, x, h, delta); what `save_mode` does not keep is empty, and "light" keeps
     start states as h. `output=False` makes no o either (empty), for a caller that wants the tapes of "full"."""
-    q, k, v, g, beta = (t.contiguous() for t in (q, k, v, g, beta))
+    q, k, v, g, beta = (packed(t) for t in (q, k, v, g, beta))
     p = Problem.of(q, v, cu_seqlens)
     scale = p.K**-0.5 if scale is None else scale
     o = p.new(*(v.shape if output else (0,)))
@@ -215,7 +216,7 @@ def launch_forward(
         if output_final_state:
             final.copy_(initial_state) if initial_state is not None else final.zero_()
     else:
-        h0 = None if initial_state is None else initial_state.contiguous()
+        h0 = None if initial_state is None else packed(initial_state)
         inputs = (q, k, v, g, beta, h0, *_packing(p, cu_seqlens, chunk_offsets))
         options = (scale, use_qk_l2norm, output_final_state, save_mode, output)
         call = _Forward(*inputs, o, final, tapes, h, starts, delta, *options)
@@ -287,7 +288,7 @@ def launch_backward(
 
     Past a size, or given start states (an h of one axis), it works in spans unless h and delta were kept.
     """
-    do, q, k, v, g, beta = (t.contiguous() for t in (do, q, k, v, g, beta))
+    do, q, k, v, g, beta = (packed(t) for t in (do, q, k, v, g, beta))
     p = Problem.of(q, v, cu_seqlens)
     scale = p.K**-0.5 if scale is None else scale
     dq, dk, dv, dbeta = (p.new(*t.shape, dtype=t.dtype) for t in (q, k, v, beta))
@@ -303,8 +304,8 @@ def launch_backward(
         for gradient in gradients:
             gradient.zero_()
         return *gradients, dh0
-    h0 = initial_state.contiguous() if has_h0 else None
-    dht = None if dfinal_state is None else dfinal_state.contiguous()
+    h0 = packed(initial_state) if has_h0 else None
+    dht = None if dfinal_state is None else packed(dfinal_state)
     inputs = (q, k, v, g, beta, do, dht, h0, *_packing(p, cu_seqlens, chunk_offsets))
     tapes = (gcum, k_rstd, qscale, x)
     rebuild = any(tape.dim() == 1 for tape in tapes)

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..layout import packed
 from ..triton_support import on_device
 from . import kernels
 
@@ -82,7 +83,7 @@ def inject(hidden: torch.Tensor, hyper_input: torch.Tensor, weights: torch.Tenso
 
 
 def inject_backward(dy: torch.Tensor, hidden: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    dy, hidden, weights = dy.contiguous(), hidden.contiguous(), weights.contiguous()
+    dy, hidden, weights = packed(dy), packed(hidden), packed(weights)  # the only kernel that sums over a tile
     streams, width = weights.shape[-1], hidden.shape[-1]
     dhidden, dweights = hidden.new_empty(hidden.shape), weights.new_zeros(weights.shape)
     if dhidden.numel():

@@ -15,6 +15,7 @@ from ..gated_delta_rule.configs import block_width, select
 from ..gated_delta_rule.launch import Problem, _check_packing, _packing, _prep_tapes, _walk_buffers, make_operands
 from ..gated_delta_rule.tapes import Tapes
 from ..gated_delta_rule.walks import Chunks, Documents, backward_walks, forward_walk, uses_hopper
+from ..layout import packed
 from ..triton_launch import launch
 from .local import Inputs, index_tensor
 from .map_kernel import map_kernel
@@ -26,11 +27,11 @@ MOST_RUNS = 8
 
 
 class _DeviceRun:
-    """Inputs made contiguous, and everything of the chunks that needs no state: tapes, row table, score tiles."""
+    """Inputs made dense, and everything of the chunks that needs no state: tapes, row table, score tiles."""
 
     def __init__(self, plan: RankPlan, x: Inputs, tapes: tuple[Tensor, ...] | None) -> None:
         self.plan = plan
-        self.q, self.k, self.v, self.g, self.beta = (t.contiguous() for t in x.tokens)
+        self.q, self.k, self.v, self.g, self.beta = (packed(t) for t in x.tokens)
         self.p = p = Problem.of(self.q, self.v, x.segments)
         self.arena = Arena(p.device)
         self.scale = p.K**-0.5 if x.scale is None else x.scale
@@ -124,7 +125,7 @@ class DeviceBackwardRun(_DeviceRun):
         kept = tapes[:4]
         super().__init__(plan, x, None if any(t.dim() == 1 for t in kept) else kept)
         p = self.p
-        self.do, self.starts = do.contiguous(), starts
+        self.do, self.starts = packed(do), starts
         self.dq, self.dk, self.dv = (torch.empty_like(t) for t in (self.q, self.k, self.v))
         self.dg, self.dbeta = torch.empty_like(self.g), torch.empty_like(self.beta)
         self.dstarts = torch.empty_like(starts)

@@ -1,7 +1,7 @@
 """CUDA forward of `ple_gate_conv`: one read of hidden, key and value for the scalars, one pass that writes out.
 
-Nothing of size [T, N*C] is made besides `out`. Temporaries: 8 bytes per (token, stream) beside `stats`, 4 bytes per
-token with documents, and the folded weights.
+Nothing of size [T, N*C] is made besides `out` and copies of inputs that do not lie as dense ones do (`..layout`).
+Temporaries: 8 bytes per (token, stream) beside `stats`, 4 bytes per token with documents, and the folded weights.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ def as_pairs(x: Tensor) -> tuple[Tensor, int]:
     kind = _PAIRS.get(x.dtype)
     if kind is None or x.shape[-1] % 2:
         return x, PLAIN.value
-    if x.stride(-1) != 1 or x.data_ptr() % 4 or any(n % 2 for n in (x.storage_offset(), *x.stride()[:-1])):
+    batch, row, step = x.stride()
+    if step != 1 or (batch | row | x.storage_offset()) % 2 or x.data_ptr() % 4:
         x = x.clone(memory_format=torch.contiguous_format)
     return rows_as_packed(x.view(torch.int32)), kind
 
@@ -56,8 +57,8 @@ class Problem:
         self.streams = self.width // self.channels
         self.device = hidden.device
         self.dilation = dilation
-        given = {"hidden": hidden, "key": key, "value": value} | ({} if dout is None else {"dout": dout})
-        self.sources = {name: rows_as_packed(x) for name, x in given.items()}
+        given = {"hidden": hidden, "key": key, "value": value, "dout": dout}
+        self.sources = {name: rows_as_packed(x) for name, x in given.items() if x is not None}
         self.sources["value_walk"], self.value_kind = self._walked(self.sources["value"])
         if dout is not None:
             self.sources["dout_walk"], self.dout_kind = self._walked(self.sources["dout"])

@@ -302,7 +302,8 @@ def ple_gate_conv(
         conv_mask: `[B, T]` bool, integer or float, multiplied as above (eager's padding mask); no gradient.
         workspace_bytes: bound on temporaries of forward and of backward, beside 4-byte scalars per token and stream;
             default 64 MiB, at least one token row and its convolution halo. Outputs and token gradients do not depend
-            on it bitwise, weight gradients up to float32 summation order.
+            on it bitwise, weight gradients up to float32 summation order. On CUDA an argument or gradient is copied
+            first where its rows are not unit-stride or not aligned as dense rows are: strides change no bit.
         cp: a prepared `KcpContext`: hidden, key, value and conv_mask are this rank's shard, and only the convolution's
             history rows, (kernel - 1) * dilation of each fragment, come from other ranks. Weight gradients are this
             rank's part of a sum over ranks. Then `cu_seqlens` must be None.

@@ -164,6 +164,15 @@ def test_strided_inputs_and_expanded_gradients_give_the_same_bits() -> None:
     assert_same_bits(run_front(strided), run_front(case))
 
 
+@pytest.mark.parametrize("dtype", PLAIN, ids=str)
+def test_inputs_that_begin_at_no_aligned_address_give_the_same_bits(dtype: torch.dtype) -> None:
+    case = on_gpu(make_case((130, 65), dtype=dtype, **GROUPED))
+    moved = [torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape) for x in (*case[:6], case.do)]
+    unaligned = case._replace(**dict(zip(case._fields, moved[:6], strict=False)), do=moved[6])
+    assert unaligned.q.data_ptr() % 16
+    assert_same_bits(run_front(unaligned), run_front(case))
+
+
 def test_captured_in_a_graph_and_replayed_with_other_boundaries() -> None:
     case = on_gpu(make_case((64, 40, 24), dtype=torch.bfloat16, **GROUPED))
     boundaries = torch.tensor((0, 64, 104, 128), device="cuda")

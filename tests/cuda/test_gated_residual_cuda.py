@@ -121,6 +121,16 @@ def test_strided_inputs_expanded_gradients_and_no_rows():
     assert ple_gdn.gated_residual_mix(up[:0], normed[:0], 4).shape == (0, 128)
 
 
+def test_a_gradient_that_begins_at_no_aligned_address_gives_the_same_bits():
+    dy, weights = (torch.randn(65, n, device="cuda").bfloat16() for n in (4 * 2560, 4))
+    hidden = torch.randn(65, 2560, device="cuda")
+    moved = torch.cat([dy.new_zeros(1), dy.flatten()])[1:].view(dy.shape)
+    pairs = zip(
+        *(torch.ops.ple_gdn.gated_residual_inject_backward(x, hidden, weights) for x in (dy, moved)), strict=True
+    )
+    assert [mismatches(a, b) for a, b in pairs] == [0, 0]
+
+
 @pytest.mark.parametrize("backend", ["ple_gdn", "inductor"])
 @pytest.mark.parametrize("dtype", LOW)
 def test_compiled_ops_have_the_bits_of_eager_for_every_16_bit_code(dtype, backend):

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from oracles.layouts import LAYOUTS
 from oracles.ple import TENSORS, ple_inputs, ple_packed
 from torch import Tensor
 
@@ -149,7 +150,30 @@ def test_strided_inputs_and_expanded_gradients_are_accepted() -> None:
     want = _run([x.contiguous() for x in inputs], dout.contiguous(), dilation=3)
     for x, y in zip(got, want, strict=True):
         assert x.is_contiguous()
-        assert _error(x, y.double()) < 1e-6
+        assert torch.equal(x, y)
+
+
+def _with_stats(rows: list[Tensor], weights: list[Tensor]) -> list[Tensor]:
+    """Output, scalars of the forward and the seven gradients of rows that end with the upstream gradient."""
+    *tensors, dout = rows
+    leaves = [x.detach().requires_grad_() for x in (*tensors, *weights)]
+    out, stats = torch.ops.ple_gdn.ple_gate_conv(*leaves, dilation=2, residual=True)
+    return [out.detach(), stats, *torch.autograd.grad(out, leaves, dout)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("dtype", "channels", "kernel"), [(BF16, 45, 1), (BF16, 64, 4), (FP32, 48, 4)], ids=["odd", "aligned", "fp32"]
+)
+def test_every_layout_gives_the_bits_of_dense_rows(dtype: torch.dtype, channels: int, kernel: int, layout: str) -> None:
+    """Triton lays tiles out by what it knows of addresses, and sums them in the order of their layout."""
+    inputs = [x.to(DEVICE) for x in ple_inputs(3, 57, 3, channels, kernel, dtypes=dtype)]
+    rows = [*inputs[:3], torch.randn(inputs[0].shape, device=DEVICE).to(dtype)]
+    dense = _with_stats(rows, inputs[3:])
+    moved = [LAYOUTS[layout](x) for x in rows]
+    for given in (moved, [*rows[:2], moved[2], rows[3]]):
+        for label, x, y in zip(("out", "stats", *TENSORS), _with_stats(given, inputs[3:]), dense, strict=True):
+            assert torch.equal(x, y), label
 
 
 def test_many_documents_exceed_no_grid_axis() -> None:
