@@ -163,5 +163,5 @@ def _one_span(part: Problem, call: Call, buffers: Buffers, chunks: Chunks, chain
         part, chunks, chains, call.do, call.dht, call.h0, dh, call.gradients[2], call.dh0, h, delta,
         store_dh0=call.h0 is not None, replay=True, span=span,
     )  # fmt: skip
-    tapes = GradientTapes(call.q, call.k, chunks.table, *call.tapes[1:3], h, delta)
+    tapes = GradientTapes(call.q, call.k, call.g, chunks.table, *call.tapes[1:3], h, delta)
     chunk_gradients(part, tapes, chains, call.do, dh, call.gradients, call.scale, call.l2norm)

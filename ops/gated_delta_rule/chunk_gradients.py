@@ -23,6 +23,7 @@ class Tapes(NamedTuple):
 
     q: Tensor
     k: Tensor
+    g: Tensor
     table: Tensor
     k_rstd: Tensor
     qscale: Tensor

@@ -85,6 +85,18 @@ def load_decay(ptr, stride: tl.constexpr, rows, valid):
 
 
 @triton.jit
+def gate_sums(ptr, stride: tl.constexpr, rows, valid):
+    """`load_decay`'s sums again, from the gates themselves, in two fp32 terms: high, which is the tape, and low.
+
+    A difference of two sums has the error of its own size then, not of theirs: (high - high) + (low - low).
+    """
+    g = tl.load(ptr + rows * stride, mask=rows < valid, other=0.0)
+    total = tl.cumsum(tl.where(g < -88.0, -88.0, g).to(tl.float64), 0)
+    high = total.to(tl.float32)
+    return high, (total - high.to(tl.float64)).to(tl.float32)
+
+
+@triton.jit
 def load_state(ptr, rows, columns, K: tl.constexpr, V: tl.constexpr):
     mask = (rows < K)[:, None] & (columns < V)[None, :]
     return tl.load(ptr + rows[:, None] * V + columns[None, :], mask=mask, other=0.0)

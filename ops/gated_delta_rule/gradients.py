@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .device import load_rows, load_state, locate_chunk
+from .device import gate_sums, load_rows, load_state, locate_chunk
 
 
 @triton.jit
@@ -37,20 +37,29 @@ def _fold(stacked):
 
 
 @triton.jit
+def _twice(x):
+    """[128]: x over itself."""
+    return tl.reshape(tl.permute(tl.join(x, x), (1, 0)), [128])
+
+
+@triton.jit
 def _inverse(x):
     return tl.where(x == 0.0, 0.0, 1.0 / x)
 
 
 @triton.jit
-def _weigh(scores, table, factor, k_rstd):
+def _weigh(scores, table, g_ptr, factor, k_rstd, valid, HV: tl.constexpr, EXACT: tl.constexpr):
     """Both score gradients strictly below the diagonal, all row factors in, rounded once.
 
-    The diagonal, whose shares in dG cancel exactly, is left to `_diagonals`.
+    The diagonal, whose shares in dG cancel exactly, is left to `_diagonals`. EXACT: decays to fp32, see `gate_sums`.
     """
     rows = tl.arange(0, 128)
     columns = tl.arange(0, 64)
     low = (rows % 64)[:, None] > columns[None, :]
     difference = tl.load(table + 256 + rows % 64)[:, None] - tl.load(table + 256 + columns)[None, :]
+    if EXACT:
+        _, rest = gate_sums(g_ptr, HV, columns, valid)
+        difference += _twice(rest)[:, None] - rest[None, :]
     weight = tl.where(low, tl.exp(tl.where(low, difference, 0.0)), 0.0) * (tl.load(table + columns) * k_rstd)[None, :]
     return scores * weight * (tl.where(rows < 64, 1.0, -tl.load(table + rows % 64)) * factor)[:, None]
 
@@ -65,7 +74,7 @@ def _diagonals(scores):
 
 @triton.jit
 def _row_phase(
-    do_ptr, dr_ptr, table_ptr, h_ptr, delta_ptr, dg_ptr, dbeta_ptr, qk, k, factor, k_rstd, valid,
+    do_ptr, dr_ptr, table_ptr, g_ptr, h_ptr, delta_ptr, dg_ptr, dbeta_ptr, qk, k, factor, k_rstd, valid,
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     DOT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -106,7 +115,7 @@ def _row_phase(
         if step % SPLITS == SPLITS - 1:
             diagonal, dbeta = _diagonals(scores)
             same += tl.load(table + rows) * diagonal
-            weighted = _weigh(scores, table, factor, k_rstd).to(dtype)
+            weighted = _weigh(scores, table, g_ptr + head, factor, k_rstd, valid, HV, dtype == tl.float32).to(dtype)
             total += tl.dot(weighted, k, input_precision=DOT) * _inverse(factor)[:, None]
             # Each pair adds to dG at r what it takes away at i: one tile for both, so they cancel to fp32.
             if dtype == tl.float32:
@@ -123,7 +132,7 @@ def _row_phase(
 
 @triton.jit
 def _column_phase(
-    do_ptr, dv_ptr, table_ptr, h_ptr, delta_ptr, dh_ptr, dg_ptr, qk, kT, factor, k_rstd, valid,
+    do_ptr, dv_ptr, table_ptr, g_ptr, h_ptr, delta_ptr, dh_ptr, dg_ptr, qk, kT, factor, k_rstd, valid,
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     DOT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -156,13 +165,13 @@ def _column_phase(
         tl.store(out, dV.to(dtype), mask=mask)
         if step % SPLITS == SPLITS - 1:
             last = tl.load(table + 256 + 63)
-            states *= (tl.exp(last - tl.load(table + 256 + rows)) * tl.load(table + rows))[None, :]
+            states *= (tl.load(table + 128 + rows) * _inverse(k_rstd) * tl.load(table + rows))[None, :]
             through = tl.sum(states * kT.to(tl.float32), 0) * k_rstd
             # The last row's share enters dG twice, with opposite signs: left out, or it would drown a decayed gradient.
             through = tl.where(rows == valid - 1, 0.0, through)
             at_end = tl.exp(last) * overlap + tl.sum(through)
             total += states
-            weighted = _weigh(scores, table, factor, k_rstd).to(dtype)
+            weighted = _weigh(scores, table, g_ptr + head, factor, k_rstd, valid, HV, dtype == tl.float32).to(dtype)
             total += tl.dot(tl.trans(qk), weighted, input_precision=DOT) * _inverse(k_rstd)[None, :]
             dG = tl.load(dg_ptr + head + rows * HV, mask=rows < valid, other=0.0) - through
             dG = tl.where(rows == valid - 1, dG + at_end, dG)
@@ -176,7 +185,7 @@ def _column_phase(
 
 @triton.jit(do_not_specialize=["scale", "inverse_scale", "documents", "T", "chunks_per_row"])
 def gradient_kernel(
-    do_ptr, q_ptr, k_ptr, rows_ptr, k_rstd_ptr, qscale_ptr, h_ptr, delta_ptr, dh_ptr, cu_ptr, offsets_ptr,
+    do_ptr, q_ptr, k_ptr, g_ptr, rows_ptr, k_rstd_ptr, qscale_ptr, h_ptr, delta_ptr, dh_ptr, cu_ptr, offsets_ptr,
     dq_ptr, dk_ptr, dv_ptr, dg_ptr, dbeta_ptr, scale, inverse_scale, documents, T, chunks_per_row,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     VARLEN: tl.constexpr, SPAN: tl.constexpr, L2NORM: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr,
@@ -204,14 +213,16 @@ def gradient_kernel(
     factor = tl.where(stacked_rows < 64, qscale_ptr + base, k_rstd_ptr + base) + (stacked_rows % 64) * H
     factor = tl.load(factor, mask=stacked_rows % 64 < valid, other=0.0)
     stacked, same = _row_phase(
-        do_ptr + value_base * V, dv_ptr + value_base * V, rows_ptr + chunk_base * 320, h_ptr + chunk_base * K * V,
+        do_ptr + value_base * V, dv_ptr + value_base * V, rows_ptr + chunk_base * 320, g_ptr + value_base,
+        h_ptr + chunk_base * K * V,
         delta_ptr + delta_base * V, dg_ptr + value_base, dbeta_ptr + value_base, qk, k, factor, k_rstd, valid,
         HV, GROUP, K, V, BK, BV, DOT, STAGES,
     )  # fmt: skip
     # The row phase's dG, stored in dg, is read back by other threads.
     tl.debug_barrier()
     columns = _column_phase(
-        do_ptr + value_base * V, dv_ptr + value_base * V, rows_ptr + chunk_base * 320, h_ptr + chunk_base * K * V,
+        do_ptr + value_base * V, dv_ptr + value_base * V, rows_ptr + chunk_base * 320, g_ptr + value_base,
+        h_ptr + chunk_base * K * V,
         delta_ptr + delta_base * V, dh_ptr + chunk_base * K * V, dg_ptr + value_base,
         qk, tl.trans(k), factor, k_rstd, valid, HV, GROUP, K, V, BK, BV, DOT, STAGES,
     )  # fmt: skip
@@ -219,9 +230,8 @@ def gradient_kernel(
     lower = tl.reshape(tl.permute(tl.join(tl.zeros([64, BK], tl.float32), lower), (2, 0, 1)), [128, BK])
     top = stacked_rows < 64
     # The diagonal: dq_r += scale same_r kappa_r k_r, dk_r += same_r qscale_r q_r.
-    same = tl.reshape(tl.permute(tl.join(same, same), (1, 0)), [128])
     other = tl.where(top, k_rstd_ptr + base, qscale_ptr + base) + (stacked_rows % 64) * H
-    same *= tl.load(other, mask=stacked_rows % 64 < valid, other=0.0)
+    same = _twice(same) * tl.load(other, mask=stacked_rows % 64 < valid, other=0.0)
     swapped = _stacked(k_ptr + base * K, q_ptr + base * K, H * K, kcol, valid, K, BK).to(tl.float32)
     gradient = (stacked + lower + same[:, None] * swapped) * tl.where(top, scale, 1.0)[:, None]
     if L2NORM:

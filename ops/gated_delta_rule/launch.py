@@ -111,7 +111,7 @@ def make_operands(
         return launch_operands(p, q, k, g, beta, cu, offsets, tapes, table, scores, scale, l2norm, inverse)
     if inverse:
         _prep(p, q, k, g, beta, cu, offsets, tapes, scale, l2norm)
-    _scores(p, q, k, beta, cu, offsets, tapes, table, scores)
+    _scores(p, q, k, g, beta, cu, offsets, tapes, table, scores)
 
 
 def _prep_tapes(p: Problem, arena: Arena | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -133,9 +133,9 @@ def _walk_buffers(p: Problem, arena: Arena) -> tuple[Tensor, Tensor]:
     return table, arena.bind("scores", (p.chunks, p.HV, CHUNK, CHUNK), p.dtype)
 
 
-def _scores(p: Problem, q: Tensor, k: Tensor, beta: Tensor, cu: Tensor | None, offsets: Tensor | None,
+def _scores(p: Problem, q: Tensor, k: Tensor, g: Tensor, beta: Tensor, cu: Tensor | None, offsets: Tensor | None,
             tapes: tuple[Tensor, ...], table: Tensor, scores: Tensor) -> None:  # fmt: skip
-    arguments = (q, k, beta, *tapes[:3], cu, offsets, table, scores, p.documents, p.T, p.chunks_per_row)
+    arguments = (q, k, g, beta, *tapes[:3], cu, offsets, table, scores, p.documents, p.T, p.chunks_per_row)
     launch(
         score_kernel, p.chunks * p.H, arguments, p.device, H=p.H, HV=p.HV, K=p.K, BK=block_width(p.K), VARLEN=p.varlen,
         DOT=p.dot, num_warps=4,
@@ -255,9 +255,8 @@ def _backward_whole(p: Problem, call: Call, arena: Arena, h: Tensor, delta: Tens
         p, chunks, walked, call.do, call.dht, call.h0,
         dh, call.gradients[2], call.dh0, h, delta, store_dh0=call.h0 is not None, replay=replay,
     )  # fmt: skip
-    chunk_gradients(
-        p, GradientTapes(q, k, table, *tapes[1:3], h, delta), documents, call.do, dh, call.gradients, call.scale, l2norm
-    )
+    kept = GradientTapes(q, k, call.g, table, *tapes[1:3], h, delta)
+    chunk_gradients(p, kept, documents, call.do, dh, call.gradients, call.scale, l2norm)
 
 
 def _backward(p: Problem, call: Call, arena: Arena, h: Tensor, delta: Tensor, in_spans: bool) -> None:

@@ -32,7 +32,7 @@ def _store_block(ptr, X, G_row, G_column, stride: tl.constexpr, valid, ROW: tl.c
     index = tl.arange(0, 16)
     if ROW >= COLUMN:
         low = (index[:, None] > index[None, :]) | (ROW > COLUMN)
-        difference = tl.where(low, G_row[:, None] - G_column[None, :], 0.0)
+        difference = tl.where(low, G_row[:, None] - G_column[None, :], 0.0).to(tl.float32)
         X = tl.where(low, tl.exp(difference) * X, 0.0)
     pointers = ptr + (ROW * 16 + index)[:, None] * stride + (COLUMN * 16 + index)[None, :]
     tl.store(pointers, X.to(ptr.dtype.element_ty), mask=(ROW * 16 + index < valid)[:, None])
@@ -53,12 +53,15 @@ def _factor(ptr, stride: tl.constexpr, first: tl.constexpr, valid, K: tl.constex
 
 @triton.jit
 def _decay(ptr, out_ptr, stride: tl.constexpr, first: tl.constexpr, valid, before):
-    """Cumulative log decay of 16 rows continuing `before`; clamped at -88, where exp reaches 0 in fp32."""
+    """Cumulative log decay of 16 rows continuing `before`; clamped at -88, where exp reaches 0 in fp32.
+
+    In fp64: fp32 sums of gates of -80 lose 1e-4, and the difference of two would carry that into a decay of order one.
+    """
     index = tl.arange(0, 16)
     rows = first + index
     g = tl.load(ptr + rows * stride, mask=rows < valid, other=0.0).to(tl.float32)
-    G = tl.cumsum(tl.where(g < -88.0, -88.0, g), 0) + before
-    tl.store(out_ptr + rows * stride, G, mask=rows < valid)
+    G = tl.cumsum(tl.where(g < -88.0, -88.0, g).to(tl.float64), 0) + before
+    tl.store(out_ptr + rows * stride, G.to(tl.float32), mask=rows < valid)
     return G, tl.sum(tl.where(index == 15, G, 0.0), 0)
 
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .device import load_decay, load_rows, locate_chunk
+from .device import gate_sums, load_decay, load_rows, locate_chunk
 
 
 @triton.jit(do_not_specialize=["documents", "T", "chunks_per_row"])
 def score_kernel(
-    q_ptr, k_ptr, beta_ptr, gcum_ptr, k_rstd_ptr, qscale_ptr, cu_ptr, offsets_ptr, rows_ptr, p_ptr,
+    q_ptr, k_ptr, g_ptr, beta_ptr, gcum_ptr, k_rstd_ptr, qscale_ptr, cu_ptr, offsets_ptr, rows_ptr, p_ptr,
     documents, T, chunks_per_row,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, VARLEN: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
@@ -39,14 +39,21 @@ def score_kernel(
     causal = rows[:, None] >= rows[None, :]
     for head in range(qk_head * (HV // H), (qk_head + 1) * (HV // H)):
         beta = tl.load(beta_ptr + token * HV + head + rows * HV, mask=inside, other=0.0).to(tl.float32)
-        G, last = load_decay(gcum_ptr + token * HV + head, HV, rows, valid)
+        if k_ptr.dtype.element_ty == tl.float32:
+            G, low = gate_sums(g_ptr + token * HV + head, HV, rows, valid)
+            to_end = tl.sum(tl.where(rows == 63, G, 0.0), 0) - G + (tl.sum(tl.where(rows == 63, low, 0.0), 0) - low)
+            difference = G[:, None] - G[None, :] + (low[:, None] - low[None, :])
+        else:
+            G, last = load_decay(gcum_ptr + token * HV + head, HV, rows, valid)
+            to_end = last - G
+            difference = G[:, None] - G[None, :]
         table = rows_ptr + (chunk.to(tl.int64) * HV + head) * 320
         tl.store(table + rows, beta)
         tl.store(table + 64 + rows, tl.exp(G) * k_rstd)
-        tl.store(table + 128 + rows, tl.exp(last - G) * k_rstd)
+        tl.store(table + 128 + rows, tl.exp(to_end) * k_rstd)
         tl.store(table + 192 + rows, tl.exp(G) * qscale)
         tl.store(table + 256 + rows, G)
         # The difference is masked before exp: an unmasked one overflows, and inf * 0 is NaN.
-        decay = tl.where(causal, tl.exp(tl.where(causal, G[:, None] - G[None, :], 0.0)), 0.0)
+        decay = tl.where(causal, tl.exp(tl.where(causal, difference, 0.0)), 0.0)
         out = p_ptr + (chunk.to(tl.int64) * HV + head) * 4096
         tl.store(out + rows[:, None] * 64 + rows[None, :], (scores * decay).to(p_ptr.dtype.element_ty))

@@ -171,7 +171,7 @@ class DeviceBackwardRun(_DeviceRun):
         grads = [self.dq, self.dk, self.dv, self.dg, self.dbeta]
         if self.empty:
             return [grad.zero_() for grad in grads]
-        tapes = GradientTapes(self.q, self.k, self.table, *self.prep[1:3], self.h, self.delta)
+        tapes = GradientTapes(self.q, self.k, self.g, self.table, *self.prep[1:3], self.h, self.delta)
         documents = Documents(p.documents, self.cu, self.offsets)
         chunk_gradients(p, tapes, documents, self.do, self.dh, tuple(grads), self.scale, self.l2norm)
         return grads
