@@ -53,7 +53,9 @@ def test_a_pack_with_empty_and_short_documents_meets_the_budget(dtype: torch.dty
 @pytest.mark.parametrize("dtype", PLAIN, ids=str)
 @pytest.mark.parametrize("mode", MODES)
 def test_adversarial_gates_and_keys_meet_the_budget(mode: str, dtype: torch.dtype) -> None:
-    check(on_gpu(make_case((300, 65), mode=mode, dtype=dtype, **GROUPED)), STRESS[dtype])
+    # Gates of -88 add up to -3000 in a chunk: decays of fp32 do not see it.
+    budgets = PLAIN if mode == "mixed_decay" and dtype == torch.float32 else STRESS
+    check(on_gpu(make_case((300, 65), mode=mode, dtype=dtype, **GROUPED)), budgets[dtype])
 
 
 @pytest.mark.parametrize(("key_width", "value_width"), [(16, 16), (48, 80), (64, 64), (256, 256), (192, 96), (128, 64)])

@@ -12,6 +12,7 @@ import torch
 from harness import GUARD, STRUCTURES, Source, Tally, run
 from oracles.gdn import make_case, token_recurrence
 from oracles.gdn_dense import gated_delta_rule_dense
+from oracles.gdn_terms import gate_gradient_terms
 from oracles.ple import ple_inputs, ple_packed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -108,6 +109,44 @@ def test_the_dense_oracle_is_the_token_recurrence(use_qk_l2norm: bool) -> None:
             results.append((*outputs, *grads))
         for ours, theirs in zip(*results, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+        upstream = (case.do, case.dfinal_state)
+        sums, _ = gate_gradient_terms(*case._replace(k=k)[:7], 0.3, use_qk_l2norm, *upstream)
+        torch.testing.assert_close(sums, torch.stack(results[0][5:7]), rtol=1e-9, atol=1e-9)
+
+
+def test_one_term_is_the_whole_of_an_inner_product() -> None:
+    case = make_case((20, 0, 7), key_width=1, value_width=1, dtype=torch.float64)
+    sums, roots = gate_gradient_terms(*case[:7], 0.3, True, case.do, case.dfinal_state)
+    torch.testing.assert_close(roots, sums.abs())
+    assert (roots > 0).any()
+
+
+def test_a_gate_gradient_whose_terms_cancel_is_held_to_their_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = make_case((12,), heads=1, value_heads=1, key_width=64, value_width=64, dtype=torch.float16, seed=3)
+    state = 30 * inputs.initial_state
+    # With beta 0 the state does nothing but decay: every dg is the decayed <state, dstate>, 1/200 of its terms here.
+    dstate = inputs.dfinal_state
+    dstate -= state * ((state * dstate).sum() / (state * state).sum())
+    dstate += state * (5e-3 * (state * dstate).norm() / (state * state).sum())
+    given = {**dict(zip(fuzz_gdn.INPUTS, inputs[:5], strict=False)), "initial_state": state}
+    given["beta"] = torch.zeros_like(given["beta"])
+    leaves = {n: x.double() for n, x in given.items()}
+    given["g"].requires_grad_(), leaves["g"].requires_grad_()
+    options = {"scale": None, "output_final_state": True, "use_qk_l2norm": True}
+    case = fuzz_gdn.Case(None, "cancelling", given, leaves, options, None, None, ["g"], False, True)
+    actual, upstream = fuzz_gdn._call(case, given, [dstate])
+    expected = fuzz_gdn._expected(case, upstream)
+
+    def judged(off: float) -> list[str]:
+        tally = Tally()
+        found = {**actual, "dg": actual["dg"] + off * (state * dstate).norm()}
+        fuzz_gdn._judge(tally, case, found, expected, {}, upstream)
+        return [failure.what for failure in tally.failures]
+
+    assert judged(0.0) == []
+    assert judged(0.01) == ["dg"]
+    monkeypatch.setattr(fuzz_gdn, "ROUNDINGS", {})
+    assert judged(0.0) == ["dg"]
 
 
 def test_the_ple_oracle_is_each_document_alone() -> None:

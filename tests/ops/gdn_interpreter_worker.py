@@ -82,7 +82,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     results = [
         run((65, 0, 1), True, "light", heads=1, value_heads=2, key_width=16, value_width=32),
-        run((70,), False, "full", heads=1, value_heads=1, key_width=48, value_width=16),
+        run((70,), False, "full", heads=1, value_heads=1, key_width=48, value_width=16, mode="mixed_decay"),
     ]
     results.append(run_cut(1, (193, 0, 70)))
     print(json.dumps(results))
