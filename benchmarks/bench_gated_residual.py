@@ -3,7 +3,8 @@
     python benchmarks/bench_gated_residual.py [--rounds 12] [--repetitions 10] [--rows 32768 4096] [--csv out.csv]
 
 Every provider is a process of its own (the baseline never loads `ple_gdn`); they take turns, `--repetitions` at a time,
-behind a kernel that keeps the GPU busy while the queue fills. The ratio is that of the medians of plain Inductor, with
+"held", behind a kernel that keeps the GPU busy while the queue fills, and "called", on an idle GPU, where launches from
+Python take .3 to .5 ms, more than the kernels at 4,096 rows. The ratio is that of the medians of plain Inductor, with
 a bootstrap 95 % interval over rounds. Bytes are those that one forward and backward must move: every input and gradient
 once, and the inputs again in the backward.
 """
@@ -25,7 +26,8 @@ CASES = ("mix", "inject", "module")
 # Elements of one row moved per case: mix reads up, normed twice and dy, writes y and two gradients; inject reads hidden
 # twice, hyper_input and dy, writes y and dhidden (dhyper is dy).
 ROW_ELEMENTS = {"mix": 6 * STREAMS * WIDTH + 2 * WIDTH, "inject": 3 * STREAMS * WIDTH + 3 * WIDTH}
-BUSY_CYCLES = 4_000_000
+MODES = ("held", "called")
+BUSY_CYCLES = 4_000_000  # a repetition: 2 ms, which is what its launches take from Python at the most
 
 
 def mix(up, normed):
@@ -80,12 +82,12 @@ def build(provider: str, case: str) -> Callable:
 
 
 def worker(provider: str) -> None:
-    """Answers lines `case rows repetitions` with the milliseconds of each repetition, as JSON."""
+    """Answers lines `case rows repetitions mode` with the milliseconds of each repetition, as JSON."""
     import torch
 
     ready: tuple | None = None
     for line in sys.stdin:
-        case, rows, repetitions = line.split()
+        case, rows, repetitions, mode = line.split()
         if ready is None or ready[0] != (case, rows):
             ready = None
             torch.cuda.empty_cache()
@@ -103,7 +105,8 @@ def worker(provider: str) -> None:
                 torch.autograd.grad(function(*tensors), tensors, upstream)
         _, function, tensors, upstream = ready
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(int(repetitions))]
-        torch.cuda._sleep(BUSY_CYCLES)
+        if mode == "held":
+            torch.cuda._sleep(BUSY_CYCLES * len(events))
         for start, stop in events:
             start.record()
             torch.autograd.grad(function(*tensors), tensors, upstream)
@@ -134,6 +137,21 @@ def interval(ours: list[list[float]], baseline: list[list[float]]) -> tuple[floa
     return ratios[25], ratios[974]
 
 
+def summary(case: str, rows: int, mode: str, times: dict[str, list[list[float]]]) -> list[tuple]:
+    """A line for each provider, printed as well."""
+    lines = []
+    for provider, rounds in times.items():
+        median = statistics.median(t for r in rounds for t in r)
+        baseline = times.get("inductor", rounds)
+        ratio = median / statistics.median(t for r in baseline for t in r)
+        low, high = interval(rounds, baseline)
+        speed = f"{ROW_ELEMENTS[case] * rows * 2 / median / 1e6:.0f}" if case in ROW_ELEMENTS else ""
+        figures = (f"{figure:.4f}" for figure in (median, ratio, low, high))
+        lines.append((case, rows, mode, provider, *figures, speed))
+        print(*(f"{cell!s:>10}" for cell in lines[-1]), flush=True)
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worker", choices=PROVIDERS, help=argparse.SUPPRESS)
@@ -150,25 +168,17 @@ def main() -> None:
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     command = [sys.executable, __file__, "--worker"]
     processes = {p: subprocess.Popen([*command, p], **pipes) for p in args.providers}
-    table = [("case", "rows", "provider", "median ms", "ratio", "low", "high", "GB/s")]
+    table = [("case", "rows", "queue", "provider", "median ms", "ratio", "low", "high", "GB/s")]
     for case in args.cases:
         for rows in args.rows:
-            times: dict[str, list[list[float]]] = {p: [] for p in processes}
             for process in processes.values():
-                ask(process, f"{case} {rows} 1")  # one at a time: Inductor times its configurations
-            for _ in range(args.rounds):
-                for provider, process in processes.items():
-                    times[provider].append(ask(process, f"{case} {rows} {args.repetitions}"))
-            for provider, rounds in times.items():
-                median = statistics.median(t for r in rounds for t in r)
-                baseline = times.get("inductor", rounds)
-                ratio = median / statistics.median(t for r in baseline for t in r)
-                low, high = interval(rounds, baseline)
-                speed = f"{ROW_ELEMENTS[case] * rows * 2 / median / 1e6:.0f}" if case in ROW_ELEMENTS else ""
-                table.append(
-                    (case, rows, provider, f"{median:.4f}", f"{ratio:.4f}", f"{low:.4f}", f"{high:.4f}", speed)
-                )
-                print(*(f"{cell!s:>10}" for cell in table[-1]), flush=True)
+                ask(process, f"{case} {rows} 1 called")  # one at a time: Inductor times its configurations
+            for mode in MODES:
+                times: dict[str, list[list[float]]] = {p: [] for p in processes}
+                for _ in range(args.rounds):
+                    for provider, process in processes.items():
+                        times[provider].append(ask(process, f"{case} {rows} {args.repetitions} {mode}"))
+                table += summary(case, rows, mode, times)
     for process in processes.values():
         process.stdin.close()
         process.wait()
