@@ -69,7 +69,7 @@ def make() -> Callable[[str], dict[str, Any]]:
             return {"loaded": "ple_gdn" in sys.modules}
         if what == "time":
             events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(REPETITIONS)]
-            torch.cuda._sleep(bench.BUSY_CYCLES)
+            torch.cuda._sleep(bench.BUSY_CYCLES * REPETITIONS)
             for start, stop in events:
                 start.record()
                 once()
