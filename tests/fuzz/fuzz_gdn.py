@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from harness import Failure, Source, Tally, main, rms, same_bits
@@ -28,10 +26,6 @@ BUDGETS = {
 FLOOR = 0.2
 # Keys that are all alike with beta above 1 write and erase the same row again and again: rounding is not damped.
 UNDAMPED = 6.0
-# Without decay and with beta 2 each token reflects the state: nothing is forgotten, so the rounding of every chunk's
-# 16-bit inverse is carried to the ends and adds up as a random walk does, with the root of the number of chunks. The
-# wider the key, the less two keys share: at K = 16 at most 22e-3 a root chunk over 600 cases, at K = 32 half of it.
-REFLECTING, CHUNK = 1.6, 64
 # dg and dbeta are inner products (`oracles.gdn_terms`) of vectors that the op keeps in q's dtype: how many of its
 # roundings are in their two sides. dg = <S', dS'>: S and dS; dbeta = <delta, dR>: S, delta, dS and dR.
 ROUNDINGS = {"dg": 2, "dbeta": 4}
@@ -175,13 +169,16 @@ def _call(case: Case, tensors: dict[str, Tensor], upstream: list[Tensor] | None)
     return {"o": o.detach(), "final_state": None if final_state is None else final_state.detach(), **found}, upstream
 
 
-def _expected(case: Case, upstream: list[Tensor], dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """The recurrence token by token, evaluated in `dtype`."""
+def _expected(
+    case: Case, upstream: list[Tensor], dtype: torch.dtype = torch.float64, inverse_dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """The recurrence evaluated in `dtype`; with `inverse_dtype` by chunks whose inverse is rounded to it."""
     scale = case.options["scale"]
     scale = case.leaves["q"].shape[-1] ** -0.5 if scale is None else scale
     tensors = {n: x.detach().to(dtype).requires_grad_(x.requires_grad) for n, x in case.leaves.items()}
     leaves = [tensors[n] for n in INPUTS]
-    o, state = gated_delta_rule_dense(*leaves, case.boundaries, scale, case.options["use_qk_l2norm"])
+    l2norm = case.options["use_qk_l2norm"]
+    o, state = gated_delta_rule_dense(*leaves, case.boundaries, scale, l2norm, inverse_dtype)
     flat = [dy.cpu().to(dtype) for dy in upstream]
     pairs = [(x, dy) for x, dy in zip(_outputs(case, o, state), flat, strict=True) if x.requires_grad]
     wanted = [tensors[n] for n in case.wanted]
@@ -193,17 +190,6 @@ def _expected(case: Case, upstream: list[Tensor], dtype: torch.dtype = torch.flo
     }
 
 
-def _undamped(case: Case) -> float:
-    """What the budgets are multiplied by where no decay damps a rounding."""
-    if case.name.endswith(("two/alike", "uniform/alike")):
-        return UNDAMPED
-    if not case.name.endswith("none/two") or case.given["q"].dtype.itemsize > 2:
-        return 1.0
-    ends = (0, case.given["q"].shape[1]) if case.boundaries is None else case.boundaries
-    longest = max((end - start for start, end in pairwise(ends)), default=0)
-    return max(1.0, REFLECTING * math.sqrt(math.ceil(longest / CHUNK)) * 16 / case.given["q"].shape[-1])
-
-
 def _conditioned(case: Case, upstream: list[Tensor], name: str, want: Tensor, held: Tensor) -> float:
     """Error that this case's terms, which cancel, leave in `name` in q's dtype: that of the recurrence in float32,
     token by token, in units of q's dtype. The op rounds tapes where the recurrence rounds nothing: a quarter of the
@@ -211,6 +197,12 @@ def _conditioned(case: Case, upstream: list[Tensor], name: str, want: Tensor, he
     units = torch.finfo(case.given["q"].dtype).eps / torch.finfo(torch.float32).eps
     found = _expected(case, upstream, torch.float32)[name]
     return max(2.0, units / 4) * rms(torch.where(held, found.double() - want, 0.0)) if found is not None else 0.0
+
+
+def _rounded_inverse(case: Case, upstream: list[Tensor], name: str, want: Tensor, held: Tensor) -> float:
+    """Twice the error that rounding X to q's dtype, as its tape is, leaves in `name` by itself."""
+    found = _expected(case, upstream, inverse_dtype=case.given["q"].dtype)[name]
+    return 2.0 * rms(torch.where(held, found - want, 0.0)) if found is not None else 0.0
 
 
 def _rounded_terms(case: Case, upstream: list[Tensor], name: str, held: Tensor) -> float:
@@ -233,7 +225,7 @@ def _rounded_terms(case: Case, upstream: list[Tensor], name: str, held: Tensor) 
 def _judge(
     tally: Tally, case: Case, actual: dict, expected: dict[str, Tensor], usual: dict[str, float], upstream: list[Tensor]
 ) -> None:
-    factor = _undamped(case)
+    factor = UNDAMPED if case.name.endswith(("two/alike", "uniform/alike")) else 1.0
     gates, wide = (factor * budget for budget in BUDGETS[case.given["q"].dtype])
     for name, got in actual.items():
         want = expected[name]
@@ -255,7 +247,8 @@ def _judge(
         size = max(rms(want), FLOOR * usual.get(name, 0.0), 1e-30)
         share = rms(got - want) / size / (gates if name in ("dg", "dbeta") else wide)
         if share > 1 and case.given["q"].dtype != torch.float64:
-            left = (_conditioned(case, upstream, name, want, held), _rounded_terms(case, upstream, name, held), 1e-30)
+            left = [measure(case, upstream, name, want, held) for measure in (_conditioned, _rounded_inverse)]
+            left += [_rounded_terms(case, upstream, name, held), 1e-30]
             share = min(share, rms(got - want) / max(left))
         tally.note(name, share)
         if not share <= 1:

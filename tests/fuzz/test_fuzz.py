@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from functools import partial
 
 import fuzz_gated_residual
 import fuzz_gdn
@@ -99,16 +100,18 @@ def test_memory_that_is_not_written_is_nan() -> None:
 @pytest.mark.parametrize("use_qk_l2norm", [True, False])
 def test_the_dense_oracle_is_the_token_recurrence(use_qk_l2norm: bool) -> None:
     for seed, mode in enumerate(("plain", "mixed_decay", "one_reset", "beta_two", "zero_keys")):
-        case = make_case((20, 0, 1, 33), mode=mode, dtype=torch.float64, seed=seed, trailing=2)
+        case = make_case((20, 0, 1, 66), mode=mode, dtype=torch.float64, seed=seed, trailing=2)
         k = torch.nn.functional.normalize(case.k, dim=-1)
         results = []
-        for oracle in (token_recurrence, gated_delta_rule_dense):
+        by_chunks = partial(gated_delta_rule_dense, inverse_dtype=torch.float64)
+        for oracle in (token_recurrence, gated_delta_rule_dense, by_chunks):
             leaves = [x.detach().clone().requires_grad_() for x in case._replace(k=k)[:6]]
             outputs = oracle(*leaves, case.boundaries, 0.3, use_qk_l2norm)
             grads = torch.autograd.grad(outputs, leaves, (case.do, case.dfinal_state))
             results.append((*outputs, *grads))
-        for ours, theirs in zip(*results, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+        for ours, theirs, chunked in zip(*results, strict=True):
+            torch.testing.assert_close(theirs, ours, rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(chunked, ours, rtol=1e-9, atol=1e-9)
         upstream = (case.do, case.dfinal_state)
         sums, _ = gate_gradient_terms(*case._replace(k=k)[:7], 0.3, use_qk_l2norm, *upstream)
         torch.testing.assert_close(sums, torch.stack(results[0][5:7]), rtol=1e-9, atol=1e-9)
