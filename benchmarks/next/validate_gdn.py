@@ -37,7 +37,10 @@ CLASSES = (
 )
 # What the Hopper kernels take, and one neighbour that only the operand kernel takes.
 HOPPER_CLASSES = (("bfloat16", 128, 128), ("float16", 128, 128), ("bfloat16", 128, 64))
-MODES = ("no_decay", "strong_decay", "beta_two", "beta_zero", "equal_keys", "near_equal_keys", "zero_keys", "one_reset")
+MODES = (
+    *("no_decay", "strong_decay", "beta_two", "beta_zero", "zero_keys", "one_reset"),
+    *("equal_keys", "nearer_equal_keys", "near_equal_keys"),
+)
 LENGTHS = {
     "plain": (130, 0, 1, 64, 65, 63, 127),
     "many_chains": (130, 0, 1, 64, 65, 63, 127, 2, 200, 0, 70, 96),

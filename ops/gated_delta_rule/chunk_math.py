@@ -49,12 +49,12 @@ def gates(g: torch.Tensor) -> Gates:
     return Gates(gcum, decay, gcum.exp()[..., None], to_end[..., None], gcum[..., -1, None, None].exp())
 
 
-def inverse_core(k: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
-    """X of the module docstring: k `[n, H, 64, K]`, beta `[n, HV, 64]` -> `[n, HV, 64, 64]`.
+def inverse_core(pairs: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+    """X of the module docstring: K K^T `[n, H, 64, 64]`, beta `[n, HV, 64]` -> `[n, HV, 64, 64]`.
 
     Forward substitution, the stable way: a Neumann series loses every digit in fp32 for (nearly) equal keys.
     """
-    lower = expand_heads((k @ k.mT).tril_(-1), beta.shape[1])
+    lower = expand_heads(pairs.tril(-1), beta.shape[1])
     return torch.linalg.solve_triangular(lower * beta[..., None, :], -lower, upper=False, unitriangular=True).tril_(-1)
 
 

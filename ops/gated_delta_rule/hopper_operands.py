@@ -1,4 +1,7 @@
-"""Launch of the Hopper operand kernel. Gluon is imported only by a call that takes it."""
+"""Launch of the Hopper operand kernel and of the one that rounds X of some chunks anew.
+
+Gluon is imported only by a call that takes them.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import torch
 
 from ..triton_launch import launch
 from .operands_hopper import hopper_operands_kernel
+from .rounding_hopper import MARKS, hopper_rounding_kernel
 
 if TYPE_CHECKING:
     from .launch import Problem
@@ -32,3 +36,11 @@ def launch_operands(
         hopper_operands_kernel, p.chunks * p.H * parts, arguments, p.device, H=p.H, HV=p.HV, VARLEN=p.varlen,
         L2NORM=l2norm and inverse, INVERSE=inverse, num_warps=4, maxnreg=128,
     )  # fmt: skip
+    if inverse:
+        arguments = (
+            k, beta, tapes[0], tapes[1], table, tapes[3], cu, offsets, p.documents, p.T, p.chunks_per_row, p.chunks,
+        )  # fmt: skip
+        launch(
+            hopper_rounding_kernel, -(-p.chunks * p.H // MARKS), arguments, p.device, H=p.H, HV=p.HV,
+            VARLEN=p.varlen, ITEMS=MARKS, num_warps=4,
+        )  # fmt: skip

@@ -141,8 +141,13 @@ def _store(ptr, block, count, valid, HV: gl.constexpr, ROW_BLOCK: gl.constexpr, 
 
 
 @gluon.jit
-def _gate_and_store(ptr, x, gates, count, valid, HV: gl.constexpr, ROW_BLOCK: gl.constexpr, COLUMN_BLOCK: gl.constexpr):
-    """Gamma * X of one block, rounded once; the difference of a diagonal block's upper half may overflow exp."""
+def _gate_and_store(
+    target, x, gates, count, valid, HV: gl.constexpr, ROW_BLOCK: gl.constexpr, COLUMN_BLOCK: gl.constexpr,
+    SHARED: gl.constexpr,
+):  # fmt: skip
+    """Gamma * X of one block: rounded once to memory, or as it is to shared memory [block, row, head, column].
+
+    The difference of a diagonal block's upper half may overflow exp."""
     G_row = gates.index(ROW_BLOCK).load(gl.SliceLayout(2, MMA))
     G_column = gates.index(COLUMN_BLOCK).load(gl.SliceLayout(1, MMA))
     gated = x * exp(G_row[:, :, None] - G_column[:, None, :])
@@ -150,8 +155,12 @@ def _gate_and_store(ptr, x, gates, count, valid, HV: gl.constexpr, ROW_BLOCK: gl
         rows = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, MMA)))
         columns = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, MMA)))
         gated = gl.where(rows[None, :, None] > columns[None, None, :], gated, 0.0)
-    gated = gl.convert_layout(gated.to(ptr.dtype.element_ty), OUT)
-    _store(ptr, gated, count, valid, HV, ROW_BLOCK, COLUMN_BLOCK)
+    if SHARED:
+        tile = reinterpret(target, gl.float32, [16, 16, 4, 16], PLAIN_3D)
+        tile.index(ROW_BLOCK * 4 + COLUMN_BLOCK).permute((1, 0, 2)).store(gated)
+    else:
+        gated = gl.convert_layout(gated.to(target.dtype.element_ty), OUT)
+        _store(target, gated, count, valid, HV, ROW_BLOCK, COLUMN_BLOCK)
 
 
 @gluon.jit
@@ -162,8 +171,11 @@ def _diagonal(solved, betas, J: gl.constexpr, none):
 
 
 @gluon.jit
-def merge_blocks(ptr, solved, blocks, gates, betas, count, valid, HV: gl.constexpr):
-    """Every block of Gamma X to memory: in shared memory they would leave room for three CTAs, not four."""
+def merge_blocks(
+    target, solved, blocks, gates, betas, count, valid, HV: gl.constexpr, SHARED: gl.constexpr = False
+):  # fmt: skip
+    """Every block of Gamma X to memory: in shared memory they would leave room for three CTAs, not four. SHARED: there,
+    in fp32, but for what is right of the diagonal blocks."""
     solved = reinterpret(solved, gl.float32, [4, 4, 16, 16], FP32_TILES)
     # lefts[r][n]: X_rJ D_J for J = r - 1 - n.
     lefts = ((), (), (), ())
@@ -197,12 +209,13 @@ def merge_blocks(ptr, solved, blocks, gates, betas, count, valid, HV: gl.constex
             if r > c:
                 R = totals[r - c - 1]
                 x = -_multiply(gl.convert_layout(R, LEFT), inverse_high, inverse_low, R)
-                _gate_and_store(ptr, x, gates, count, valid, HV, r, c)
+                _gate_and_store(target, x, gates, count, valid, HV, r, c, SHARED)
                 grown = grown + (lefts[r] + (gl.convert_layout(x * beta_column[:, None, :], LEFT),),)
             else:
                 grown = grown + (lefts[r],)
         lefts = grown
     for r in gl.static_range(4):
-        _gate_and_store(ptr, solved.index(r).load(MMA), gates, count, valid, HV, r, r)
-        for c in gl.static_range(r + 1, 4):
-            _store(ptr, gl.zeros([4, 16, 16], ptr.dtype.element_ty, OUT), count, valid, HV, r, c)
+        _gate_and_store(target, solved.index(r).load(MMA), gates, count, valid, HV, r, r, SHARED)
+        if not SHARED:
+            for c in gl.static_range(r + 1, 4):
+                _store(target, gl.zeros([4, 16, 16], target.dtype.element_ty, OUT), count, valid, HV, r, c)

@@ -2,7 +2,8 @@
 
 With L = stril(K^ K^T) the strictly lower X solves x_r = -(l_r + sum_{i<r} l_ri beta_i x_i); the tape is Gamma * X,
 rounded once (|Gamma X| <= 1 for |k| <= 1 and beta in [0, 2]). 16x16 diagonal blocks by substitution in fp32, the six
-blocks below them by fp32-grade products (tf32x3 or ieee: plain tf32 loses 6e-3 on nearly equal keys).
+blocks below them by fp32-grade products (tf32x3 or ieee: plain tf32 loses 6e-3 on nearly equal keys). 16 bits of keys
+that point one way are rounded carrying errors, see `inverse_rounding`.
 """
 
 from __future__ import annotations
@@ -28,14 +29,56 @@ def _merge(R, XB, PREC: tl.constexpr):
 
 
 @triton.jit
-def _store_block(ptr, X, G_row, G_column, stride: tl.constexpr, valid, ROW: tl.constexpr, COLUMN: tl.constexpr):
+def _round_carrying(X, carried, error, index, DTYPE: tl.constexpr):
+    """16 rows rounded to DTYPE, each taking over `carried` times what the one above lacks; and what the last lacks."""
+    for step in range(16):
+        here = index == step
+        row = tl.sum(tl.where(here[:, None], X, 0.0), 0) + tl.sum(tl.where(here, carried, 0.0), 0) * error
+        result = row.to(DTYPE).to(tl.float32)
+        error = row - result
+        X = tl.where(here[:, None], result[None, :], X)
+    return X, error
+
+
+@triton.jit
+def _store_block(
+    ptr, X, G_row, G_column, carried, error, alike, stride: tl.constexpr, valid,
+    ROW: tl.constexpr, COLUMN: tl.constexpr,
+):  # fmt: skip
+    """Gates and rounds a block; `error` is that of the block above, and returned for the one below."""
     index = tl.arange(0, 16)
-    if ROW >= COLUMN:
-        low = (index[:, None] > index[None, :]) | (ROW > COLUMN)
-        difference = tl.where(low, G_row[:, None] - G_column[None, :], 0.0).to(tl.float32)
-        X = tl.where(low, tl.exp(difference) * X, 0.0)
+    low = (index[:, None] > index[None, :]) | (ROW > COLUMN)
+    difference = tl.where(low, G_row[:, None] - G_column[None, :], 0.0).to(tl.float32)
+    X = tl.where(low, tl.exp(difference) * X, 0.0)
+    if alike:
+        X, error = _round_carrying(X, carried, error, index, ptr.dtype.element_ty)
     pointers = ptr + (ROW * 16 + index)[:, None] * stride + (COLUMN * 16 + index)[None, :]
     tl.store(pointers, X.to(ptr.dtype.element_ty), mask=(ROW * 16 + index < valid)[:, None])
+    return error
+
+
+@triton.jit
+def _store_zeros(ptr, stride: tl.constexpr, valid, ROW: tl.constexpr):
+    """Right of a row's diagonal block."""
+    row, column = ROW * 16 + tl.arange(0, 16)[:, None], tl.arange(0, 64)[None, :]
+    zero = tl.zeros([16, 64], ptr.dtype.element_ty)
+    tl.store(ptr + row * stride + column, zero, mask=(row < valid) & (column >= ROW * 16 + 16))
+
+
+@triton.jit
+def _carried(L, L_left, beta_ptr, g_ptr, stride: tl.constexpr, first: tl.constexpr, valid):
+    """(k_i k_(i-1)) e^(g_i) beta_(i-1) / beta_i of 16 rows, at most 2: with a beta near 0 a row cannot make up."""
+    index = tl.arange(0, 16)
+    rows = first + index
+    # Row 0 meets the last row of the block above: L_left is the block to the left.
+    product = tl.sum(tl.where(index[:, None] == index[None, :] + 1, L, 0.0), 1)
+    product += tl.sum(tl.where((index[:, None] == 0) & (index[None, :] == 15), L_left, 0.0), 1)
+    inside = (rows < valid) & (rows > 0)
+    beta = tl.load(beta_ptr + rows * stride, mask=inside, other=0.0).to(tl.float32)
+    above = tl.load(beta_ptr + (rows - 1) * stride, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(g_ptr + rows * stride, mask=inside, other=0.0).to(tl.float32)
+    ratio = product * tl.exp(tl.minimum(g, 0.0)) * above / tl.maximum(beta, 1e-6)
+    return tl.minimum(tl.maximum(ratio, -2.0), 2.0)
 
 
 @triton.jit
@@ -49,6 +92,20 @@ def _factor(ptr, stride: tl.constexpr, first: tl.constexpr, valid, K: tl.constex
         tile = tl.load(ptr + rows[:, None] * stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
         total += tl.sum(tile * tile, 1)
     return tl.rsqrt(total + 1e-6)
+
+
+@triton.jit
+def _are_alike(blocks, k_ptr, stride: tl.constexpr, valid, K: tl.constexpr, BLOCK: tl.constexpr, L2NORM: tl.constexpr):
+    """A mean |cosine| of pairs of keys above 1/2; `blocks` of L, with normalised keys after L2NORM."""
+    total = 0.0
+    for i in tl.static_range(4):
+        for j in tl.static_range(i + 1):
+            pairs = tl.abs(blocks[i * (i + 1) // 2 + j])
+            if not L2NORM:
+                pairs *= _factor(k_ptr, stride, 16 * i, valid, K, BLOCK)[:, None]
+                pairs *= _factor(k_ptr, stride, 16 * j, valid, K, BLOCK)[None, :]
+            total += tl.sum(tl.sum(pairs, 1), 0)
+    return total > 0.25 * (valid * (valid - 1)).to(tl.float32)
 
 
 @triton.jit
@@ -145,8 +202,11 @@ def prep_kernel(
     tl.store(k_rstd_ptr + (48 + index) * H, r3, mask=48 + index < valid)
     L00, L11 = tl.where(low, L00, 0.0), tl.where(low, L11, 0.0)
     L22, L33 = tl.where(low, L22, 0.0), tl.where(low, L33, 0.0)
-
-    zero = tl.zeros([16, 16], tl.float32)
+    alike = False
+    if x_ptr.dtype.element_ty != tl.float32:
+        blocks = (L00, L10, L11, L20, L21, L22, L30, L31, L32, L33)
+        alike = _are_alike(blocks, k_ptr, H * K, valid, K, BLOCK, L2NORM)
+    none = tl.zeros([16], tl.float32)
     for value_head in range(head * (HV // H), (head + 1) * (HV // H)):
         base = start * HV + value_head
         G0, last = _decay(g_ptr + base, gcum_ptr + base, HV, 0, valid, 0.0)
@@ -171,23 +231,27 @@ def prep_kernel(
         X20 = _merge(R, B22, PREC)
         R = tl.dot(L31 * b1, X10, tl.dot(L30 * b0, X00, L30, input_precision=PREC), input_precision=PREC)
         X30 = _merge(tl.dot(L32 * b2, X20, R, input_precision=PREC), B33, PREC)
-        _store_block(xp, X00, G0, G0, HV * 64, valid, 0, 0)
-        _store_block(xp, X10, G1, G0, HV * 64, valid, 1, 0)
-        _store_block(xp, X20, G2, G0, HV * 64, valid, 2, 0)
-        _store_block(xp, X30, G3, G0, HV * 64, valid, 3, 0)
+        c0, c1, c2, c3 = none, none, none, none
+        if alike:
+            gp = g_ptr + base
+            c0 = _carried(L00, L10 * 0.0, bp, gp, HV, 0, valid)
+            c1 = _carried(L11, L10, bp, gp, HV, 16, valid)
+            c2 = _carried(L22, L21, bp, gp, HV, 32, valid)
+            c3 = _carried(L33, L32, bp, gp, HV, 48, valid)
+        e = _store_block(xp, X00, G0, G0, c0, none, alike, HV * 64, valid, 0, 0)
+        e = _store_block(xp, X10, G1, G0, c1, e, alike, HV * 64, valid, 1, 0)
+        e = _store_block(xp, X20, G2, G0, c2, e, alike, HV * 64, valid, 2, 0)
+        _store_block(xp, X30, G3, G0, c3, e, alike, HV * 64, valid, 3, 0)
         X21 = _merge(tl.dot(L21 * b1, X11, L21, input_precision=PREC), B22, PREC)
         R = tl.dot(L32 * b2, X21, tl.dot(L31 * b1, X11, L31, input_precision=PREC), input_precision=PREC)
         X31 = _merge(R, B33, PREC)
-        _store_block(xp, X11, G1, G1, HV * 64, valid, 1, 1)
-        _store_block(xp, X21, G2, G1, HV * 64, valid, 2, 1)
-        _store_block(xp, X31, G3, G1, HV * 64, valid, 3, 1)
+        e = _store_block(xp, X11, G1, G1, c1, none, alike, HV * 64, valid, 1, 1)
+        e = _store_block(xp, X21, G2, G1, c2, e, alike, HV * 64, valid, 2, 1)
+        _store_block(xp, X31, G3, G1, c3, e, alike, HV * 64, valid, 3, 1)
         X32 = _merge(tl.dot(L32 * b2, X22, L32, input_precision=PREC), B33, PREC)
-        _store_block(xp, X22, G2, G2, HV * 64, valid, 2, 2)
-        _store_block(xp, X32, G3, G2, HV * 64, valid, 3, 2)
-        _store_block(xp, X33, G3, G3, HV * 64, valid, 3, 3)
-        _store_block(xp, zero, G0, G0, HV * 64, valid, 0, 1)
-        _store_block(xp, zero, G0, G0, HV * 64, valid, 0, 2)
-        _store_block(xp, zero, G0, G0, HV * 64, valid, 0, 3)
-        _store_block(xp, zero, G0, G0, HV * 64, valid, 1, 2)
-        _store_block(xp, zero, G0, G0, HV * 64, valid, 1, 3)
-        _store_block(xp, zero, G0, G0, HV * 64, valid, 2, 3)
+        e = _store_block(xp, X22, G2, G2, c2, none, alike, HV * 64, valid, 2, 2)
+        _store_block(xp, X32, G3, G2, c3, e, alike, HV * 64, valid, 3, 2)
+        _store_block(xp, X33, G3, G3, c3, none, alike, HV * 64, valid, 3, 3)
+        _store_zeros(xp, HV * 64, valid, 0)
+        _store_zeros(xp, HV * 64, valid, 1)
+        _store_zeros(xp, HV * 64, valid, 2)

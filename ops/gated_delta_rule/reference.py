@@ -21,12 +21,12 @@ from .chunk_math import (
     delta_rows,
     expand_heads,
     gates,
-    inverse_core,
     next_state,
     outputs,
     reduce_heads,
 )
 from .grid import Documents, Group, Step, documents_of, group_size, groups
+from .inverse_rounding import rounded_core
 from .tapes import FULL, KEPT, Tapes, new_tapes, state_dtype
 
 L2NORM_EPS = 1e-6
@@ -154,7 +154,7 @@ class Loader:
         """X rounded to the tape's dtype, as the backward will read it."""
         if self.kept.x.dim() > 1:
             return self.step.gather(self.kept.x, self.problem.dtype)
-        x = inverse_core(k, self.beta).to(self.problem.q.dtype)
+        x = rounded_core(k, self.beta, self.problem.q.dtype)
         self._keep("x", x)
         return x.to(self.problem.dtype)
 

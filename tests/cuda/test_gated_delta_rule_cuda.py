@@ -19,7 +19,7 @@ PLAIN = {torch.bfloat16: (4e-3, 5e-3), torch.float16: (2e-3, 2e-3), torch.float3
 STRESS = {torch.bfloat16: (7e-3, 8e-3), torch.float16: (2e-3, 2e-3), torch.float32: (1e-4, 1e-3)}
 MODES = (
     *("no_decay", "strong_decay", "mixed_decay", "one_reset", "beta_one", "beta_two", "beta_zero"),
-    *("equal_keys", "near_equal_keys", "zero_keys", "orthogonal_query", "large_state"),
+    *("equal_keys", "nearer_equal_keys", "near_equal_keys", "zero_keys", "orthogonal_query", "large_state"),
 )
 
 

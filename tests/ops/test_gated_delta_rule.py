@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 MODES = (
     *("plain", "no_decay", "strong_decay", "mixed_decay", "one_reset", "beta_one", "beta_two", "beta_zero"),
-    *("equal_keys", "near_equal_keys", "zero_keys", "orthogonal_query", "large_state"),
+    *("equal_keys", "nearer_equal_keys", "near_equal_keys", "zero_keys", "orthogonal_query", "large_state"),
 )
 RAGGED = (70, 0, 1, 64, 65, 63, 7)
 BENIGN = ("plain", "strong_decay", "mixed_decay", "beta_zero", "zero_keys", "orthogonal_query", "large_state")

@@ -22,8 +22,7 @@ SIGNED = {"8": np.int8, "16": np.int16, "32": np.int32, "64": np.int64}
 
 
 BINARY = {"add": operator.add, "sub": operator.sub, "and": operator.and_, "or": operator.or_, "xor": operator.xor}
-# Quotients of numbers that are not negative, where truncation and floor agree.
-BINARY |= {"min": np.minimum, "max": np.maximum, "div": operator.floordiv, "rem": operator.mod}
+BINARY |= {"min": np.minimum, "max": np.maximum, "rem": operator.mod}
 SHIFTS = {"shl": operator.lshift, "shr": operator.rshift}
 FUNCTIONS = {"ex2": np.exp2, "rsqrt": lambda x: 1 / np.sqrt(x)}
 
@@ -158,6 +157,13 @@ class Machine:
             out = function(self.get(x[1], kind), self.get(x[2], kind))
         self.put(x[0], out.astype(np.float32) if kind == "f32" else out, mask)
 
+    def op_div(self, op: list[str], x: list[str], mask: np.ndarray) -> None:
+        """Quotients of integers that are not negative, where truncation and floor agree."""
+        self.binary(op, x, mask, operator.truediv if op[-1] == "f32" else operator.floordiv)
+
+    def op_not(self, op: list[str], x: list[str], mask: np.ndarray) -> None:
+        self.put(x[0], ~self.get(x[1], op[1]), mask)
+
     def op_neg(self, op: list[str], x: list[str], mask: np.ndarray) -> None:
         value = self.get(x[1], op[-1])
         self.put(x[0], abs(value) if op[0] == "abs" else -value, mask)
@@ -239,6 +245,12 @@ class Machine:
         value, step = self.get(x[1], "b32"), int(x[2], 0)
         source = self.lane ^ step if op[2] == "bfly" else np.where(self.lane < step, self.lane, self.lane - step)
         self.put(x[0].split("|")[0], value[self.warp * 32 + source], mask)
+
+    def op_redux(self, op: list[str], x: list[str], mask: np.ndarray) -> None:
+        """The largest of a warp."""
+        assert op[2] == "max", op
+        value = self.get(x[1], op[3])
+        self.put(x[0], value.reshape(WARPS, 32).max(1).repeat(32), mask)
 
     # Memory -------------------------------------------------------------------------------------------------------
     def names(self, text: str) -> list[str]:
