@@ -44,8 +44,8 @@ def ple(device: str) -> list[Tensor]:
 
 
 def gated_delta_rule(device: str) -> list[Tensor]:
-    """Both tape modes; a whole chunk, a tail, an empty and a one-token document; rows of no document. Keys that are alike
-    have a kernel of their own."""
+    """Both tape modes; a whole chunk, a tail, an empty and a one-token document; rows of no document; keys that are
+    alike, which have a kernel of their own."""
     results = []
     cases = ((torch.float32, 32, "plain"), (torch.bfloat16, 128, "plain"), (torch.bfloat16, 128, "near_equal_keys"))
     for dtype, width, mode in cases:
