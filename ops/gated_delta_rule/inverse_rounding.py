@@ -5,7 +5,7 @@ of them: it changes by sum_i beta_i k_i (sum_j e_ij beta_j E_j), a random walk o
 (keys of cosine .9975, beta 1: dbeta off by 4e-2). Here each number takes over what the one above lacks, as error
 diffusion does in pictures,
 
-    t_ij = x_ij + d_i e_(i-1)j,    e_ij = t_ij - round(t_ij),    d_i = (k_i k_(i-1)) beta_(i-1) / beta_i,
+    t_ij = x_ij + d_i e_(i-1)j,    e_ij = t_ij - round(t_ij),    d_i = (k_i k_(i-1)) / (k_i k_i) beta_(i-1) / beta_i,
 
 so that a column's sum of beta_i k_i e_ij ends with the error of one number (dbeta off by 3e-3, what float32 arithmetic
 on 16-bit tapes gives). A number is off by at most three such errors.
@@ -23,7 +23,7 @@ from .chunk_math import expand_heads, inverse_core
 
 # A token of beta near 0 cannot make up for the one before it.
 MOST = 2.0
-SMALLEST_BETA = 1e-6
+SMALLEST = 1e-6
 
 
 def alike(pairs: torch.Tensor) -> torch.Tensor:
@@ -37,8 +37,8 @@ def alike(pairs: torch.Tensor) -> torch.Tensor:
 
 def round_carrying(x: torch.Tensor, pairs: torch.Tensor, beta: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """`x` `[m, 64, 64]` strictly lower, rounded as above; `pairs` `[m, 64, 64]`, `beta` `[m, 64]`."""
-    ratio = beta[:, :-1] / beta[:, 1:].clamp_min(SMALLEST_BETA)
-    carried = (pairs.diagonal(-1, -2, -1) * ratio).clamp_(-MOST, MOST)
+    along = pairs.diagonal(-1, -2, -1) / pairs.diagonal(0, -2, -1)[:, 1:].clamp_min(SMALLEST)
+    carried = (along * beta[:, :-1] / beta[:, 1:].clamp_min(SMALLEST)).clamp_(-MOST, MOST)
     rounded = torch.zeros_like(x, dtype=dtype)
     error = x.new_zeros(len(x), x.shape[-1])
     for row in range(1, x.shape[-1]):

@@ -66,22 +66,6 @@ def _store_zeros(ptr, stride: tl.constexpr, valid, ROW: tl.constexpr):
 
 
 @triton.jit
-def _carried(L, L_left, beta_ptr, g_ptr, stride: tl.constexpr, first: tl.constexpr, valid):
-    """(k_i k_(i-1)) e^(g_i) beta_(i-1) / beta_i of 16 rows, at most 2: with a beta near 0 a row cannot make up."""
-    index = tl.arange(0, 16)
-    rows = first + index
-    # Row 0 meets the last row of the block above: L_left is the block to the left.
-    product = tl.sum(tl.where(index[:, None] == index[None, :] + 1, L, 0.0), 1)
-    product += tl.sum(tl.where((index[:, None] == 0) & (index[None, :] == 15), L_left, 0.0), 1)
-    inside = (rows < valid) & (rows > 0)
-    beta = tl.load(beta_ptr + rows * stride, mask=inside, other=0.0).to(tl.float32)
-    above = tl.load(beta_ptr + (rows - 1) * stride, mask=inside, other=0.0).to(tl.float32)
-    g = tl.load(g_ptr + rows * stride, mask=inside, other=0.0).to(tl.float32)
-    ratio = product * tl.exp(tl.minimum(g, 0.0)) * above / tl.maximum(beta, 1e-6)
-    return tl.minimum(tl.maximum(ratio, -2.0), 2.0)
-
-
-@triton.jit
 def _factor(ptr, stride: tl.constexpr, first: tl.constexpr, valid, K: tl.constexpr, BLOCK: tl.constexpr):
     """Row factor rsqrt(sum x^2 + 1e-6) of 16 rows, fp32."""
     rows = first + tl.arange(0, 16)
@@ -92,6 +76,28 @@ def _factor(ptr, stride: tl.constexpr, first: tl.constexpr, valid, K: tl.constex
         tile = tl.load(ptr + rows[:, None] * stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
         total += tl.sum(tile * tile, 1)
     return tl.rsqrt(total + 1e-6)
+
+
+@triton.jit
+def _carried(
+    L, L_left, beta_ptr, g_ptr, k_ptr, first: tl.constexpr, valid,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, L2NORM: tl.constexpr,
+):  # fmt: skip
+    """(k_i k_(i-1)) / (k_i k_i) e^(g_i) beta_(i-1) / beta_i of 16 rows, at most 2: a beta near 0 cannot make up."""
+    index = tl.arange(0, 16)
+    rows = first + index
+    # Row 0 meets the last row of the block above: L_left is the block to the left.
+    along = tl.sum(tl.where(index[:, None] == index[None, :] + 1, L, 0.0), 1)
+    along += tl.sum(tl.where((index[:, None] == 0) & (index[None, :] == 15), L_left, 0.0), 1)
+    if not L2NORM:
+        factor = _factor(k_ptr, H * K, first, valid, K, BLOCK)
+        along *= factor * factor
+    inside = (rows < valid) & (rows > 0)
+    beta = tl.load(beta_ptr + rows * HV, mask=inside, other=0.0).to(tl.float32)
+    above = tl.load(beta_ptr + (rows - 1) * HV, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(g_ptr + rows * HV, mask=inside, other=0.0).to(tl.float32)
+    ratio = along * tl.exp(tl.minimum(g, 0.0)) * above / tl.maximum(beta, 1e-6)
+    return tl.minimum(tl.maximum(ratio, -2.0), 2.0)
 
 
 @triton.jit
@@ -234,10 +240,10 @@ def prep_kernel(
         c0, c1, c2, c3 = none, none, none, none
         if alike:
             gp = g_ptr + base
-            c0 = _carried(L00, L10 * 0.0, bp, gp, HV, 0, valid)
-            c1 = _carried(L11, L10, bp, gp, HV, 16, valid)
-            c2 = _carried(L22, L21, bp, gp, HV, 32, valid)
-            c3 = _carried(L33, L32, bp, gp, HV, 48, valid)
+            c0 = _carried(L00, L10 * 0.0, bp, gp, k_ptr, 0, valid, H, HV, K, BLOCK, L2NORM)
+            c1 = _carried(L11, L10, bp, gp, k_ptr, 16, valid, H, HV, K, BLOCK, L2NORM)
+            c2 = _carried(L22, L21, bp, gp, k_ptr, 32, valid, H, HV, K, BLOCK, L2NORM)
+            c3 = _carried(L33, L32, bp, gp, k_ptr, 48, valid, H, HV, K, BLOCK, L2NORM)
         e = _store_block(xp, X00, G0, G0, c0, none, alike, HV * 64, valid, 0, 0)
         e = _store_block(xp, X10, G1, G0, c1, e, alike, HV * 64, valid, 1, 0)
         e = _store_block(xp, X20, G2, G0, c2, e, alike, HV * 64, valid, 2, 0)

@@ -27,19 +27,20 @@ def _more(a, b):
 
 @gluon.jit
 def _carried(KK, k_factor, beta_ptr, gcum_ptr, base, count, valid, beta, G, HV: gl.constexpr):
-    """(k_i k_(i-1)) e^(g_i) beta_(i-1) / beta_i [4 heads, 64 rows], at most 2: a beta near 0 cannot make up."""
+    """(k_i k_(i-1)) / (k_i k_i) e^(g_i) beta_(i-1) / beta_i [4 heads, 64 rows], at most 2 (a beta near 0)."""
     rows = gl.arange(0, 64, gl.SliceLayout(1, WIDE))[:, None]
     columns = gl.arange(0, 64, gl.SliceLayout(0, WIDE))[None, :]
     L = KK * k_factor.load(gl.SliceLayout(1, WIDE))[:, None] * k_factor.load(gl.SliceLayout(0, WIDE))[None, :]
-    product = gl.sum(gl.where(rows == columns + 1, L, 0.0), 1)
-    product = gl.convert_layout(product, gl.SliceLayout(0, GATE))[None, :]
+    own = gl.sum(gl.where(rows == columns, L, 0.0), 1)
+    along = gl.sum(gl.where(rows == columns + 1, L, 0.0), 1) / gl.maximum(own, 1e-6)
+    along = gl.convert_layout(along, gl.SliceLayout(0, GATE))[None, :]
     heads = gl.arange(0, 4, gl.SliceLayout(1, GATE))
     index = gl.arange(0, 64, gl.SliceLayout(0, GATE))
     live = (heads < count)[:, None] & ((index > 0) & (index < valid))[None, :]
     above = base + (index - 1)[None, :] * HV + heads[:, None]
     beta_above = gl.load(beta_ptr + above, mask=live, other=0.0).to(gl.float32)
     G_above = gl.load(gcum_ptr + above, mask=live, other=0.0)
-    ratio = product * exp(gl.minimum(G - G_above, 0.0)) * beta_above / gl.maximum(beta, 1e-6)
+    ratio = along * exp(gl.minimum(G - G_above, 0.0)) * beta_above / gl.maximum(beta, 1e-6)
     return gl.minimum(gl.maximum(ratio, -2.0), 2.0)
 
 

@@ -26,7 +26,7 @@ def run(noise: float, beta: str, l2norm: bool) -> tuple[float, float]:
     q, k = torch.randn(1, tokens, 1, 32), torch.randn(1, 1, 1, 32) + noise * torch.randn(1, tokens, 1, 32)
     k = k * torch.where(torch.rand(1, tokens, 1, 1) < 0.3, -1.0, 1.0)
     if not l2norm:
-        k = torch.nn.functional.normalize(k, dim=-1)
+        k = 0.8 * torch.nn.functional.normalize(k, dim=-1)
     q, k, v = q.half(), k.half(), torch.randn(1, tokens, 2, 16).half()
     g = -0.2 * torch.rand(1, tokens, 2)
     strength = torch.ones(1, tokens, 2) if beta == "one" else 0.2 + torch.rand(1, tokens, 2)

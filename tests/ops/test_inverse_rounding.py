@@ -22,6 +22,21 @@ def keys(noise: float, width: int = 64, heads: int = 1, rows: int = 64) -> torch
     return k * (torch.arange(64) < rows)[:, None]
 
 
+@pytest.mark.parametrize(("norm", "beta", "budget", "before"), [(0.9, 1.0, 7e-3, 7.5e-3), (0.99, 2.0, 16e-3, 25e-3)])
+def test_equal_keys_of_norm_below_one_gather_no_error(
+    norm: float, beta: float, budget: float, before: float, monkeypatch
+) -> None:
+    case = make_case((129,), heads=1, value_heads=2, key_width=64, mode="equal_keys", dtype=torch.bfloat16)
+    k = norm * torch.nn.functional.normalize(case.k.double(), dim=-1)
+    case = case._replace(k=k.bfloat16(), beta=torch.full_like(case.beta, beta))
+    expected = oracle(case, 0.125, False)
+    found = run_front(case, use_qk_l2norm=False)
+    for name in NAMES:
+        assert relative_rms(found[name], expected[name]) <= budget, name
+    monkeypatch.setattr(inverse_rounding, "alike", lambda pairs: torch.zeros(pairs.shape[:2], dtype=torch.bool))
+    assert relative_rms(run_front(case, use_qk_l2norm=False)["o"], expected["o"]) > before
+
+
 def state_error(k: torch.Tensor, beta: torch.Tensor, x: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
     """What the errors of each of X's columns add to a state: norms of sum_i beta_i k_i e_ij `[64]`."""
     weighted = (k * beta[..., None]).double()

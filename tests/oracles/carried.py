@@ -8,7 +8,7 @@ Tensor = torch.Tensor
 
 
 def gated_inverse(k: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """-(I + L D)^-1 L `[n, n]` in float64, L = stril(Gamma * K K^T); k `[n, K]` of norm 1, g and beta `[n]`."""
+    """-(I + L D)^-1 L `[n, n]` in float64, L = stril(Gamma * K K^T); k `[n, K]`, g and beta `[n]`."""
     k, G, beta = k.double(), g.double().cumsum(0), beta.double()
     L = (k @ k.T * (G[:, None] - G).tril().exp()).tril(-1)
     return -torch.linalg.solve_triangular(torch.eye(len(k)).double() + L * beta, L, upper=False)
@@ -19,7 +19,8 @@ def carried(x: Tensor, k: Tensor, g: Tensor, beta: Tensor, dtype: torch.dtype) -
     k, g, beta = k.double(), g.double(), beta.double()
     rounded, error = torch.zeros_like(x), torch.zeros(len(x)).double()
     for row in range(1, len(x)):
-        ratio = (k[row] @ k[row - 1]) * g[row].exp() * beta[row - 1] / beta[row].clamp_min(1e-6)
+        along = (k[row] @ k[row - 1]) / (k[row] @ k[row]).clamp_min(1e-6)
+        ratio = along * g[row].exp() * beta[row - 1] / beta[row].clamp_min(1e-6)
         target = x[row] + ratio.clamp(-2, 2) * error
         rounded[row] = target.to(dtype).double()
         error = target - rounded[row]
