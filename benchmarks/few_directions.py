@@ -1,6 +1,6 @@
 """Error of the gated delta rule where a chunk's keys point in few directions, against float64. CPU, 15 s.
 
-    python benchmarks/few_directions.py [--width 64] [--tokens 129] [--seeds 3]
+    python benchmarks/few_directions.py [--width 64] [--tokens 129] [--seeds 3] [--device cuda]
 
 g = 0, one q/k head and two value heads. Relative root mean squares, the worst of the seeds. Keys: `random`; `equal`;
 `equal + x`, x of normal noise on normal values; `in turn`, two directions token by token. Norm 1 by l2norm inside, or
@@ -50,16 +50,18 @@ def errors(kind: str, norm: float | None, beta: float, dtype: torch.dtype, args:
     q = torch.nn.functional.normalize(torch.randn(1, args.tokens, 1, args.width), dim=-1)
     v, do = (torch.randn(1, args.tokens, 2, args.width).to(dtype) for _ in range(2))
     gates = (torch.zeros(1, args.tokens, 2), torch.full((1, args.tokens, 2), beta))
-    leaves = [x.requires_grad_() for x in (q.to(dtype), k.to(dtype), v, *gates)]
+    leaves = [x.to(args.device).requires_grad_() for x in (q.to(dtype), k.to(dtype), v, *gates)]
     found = ple_gdn.gated_delta_rule(*leaves, output_final_state=True, use_qk_l2norm=norm is None)
-    exact = [x.detach().double().requires_grad_() for x in leaves]
+    exact = [x.detach().cpu().double().requires_grad_() for x in leaves]
     state = torch.zeros(1, 2, args.width, args.width, dtype=torch.float64)
     wanted = gated_delta_rule_dense(*exact, state, None, args.width**-0.5, norm is None)
     pairs = [*zip(found, wanted, strict=True)]
-    pairs.append(
-        (torch.autograd.grad(found[0], leaves[4], do)[0], torch.autograd.grad(wanted[0], exact[4], do.double())[0])
+    found_beta, wanted_beta = (
+        torch.autograd.grad(pair[0], beta, upstream)[0]
+        for pair, beta, upstream in ((found, leaves[4], do.to(args.device)), (wanted, exact[4], do.double()))
     )
-    return [((a.double() - b).norm() / b.norm()).item() for a, b in pairs]
+    pairs.append((found_beta, wanted_beta))
+    return [((a.cpu().double() - b).norm() / b.norm()).item() for a, b in pairs]
 
 
 def main() -> None:
@@ -67,8 +69,11 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=129)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     args = parser.parse_args()
-    print(f"torch {torch.__version__}, K = V = {args.width}, {args.tokens} tokens, g = 0, worst of {args.seeds} seeds")
+    print(
+        f"torch {torch.__version__}, {args.device}, K = V = {args.width}, {args.tokens} tokens, g = 0, worst of {args.seeds} seeds"
+    )
     print(f"{'keys':14s}{'norm':>8s}{'beta':>6s}  {'dtype':10s}{'o':>9s}{'state':>9s}{'dbeta':>9s}")
     for kind, norm, beta in CASES:
         for dtype in DTYPES:
