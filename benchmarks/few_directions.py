@@ -71,9 +71,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     args = parser.parse_args()
-    print(
-        f"torch {torch.__version__}, {args.device}, K = V = {args.width}, {args.tokens} tokens, g = 0, worst of {args.seeds} seeds"
-    )
+    sizes = f"K = V = {args.width}, {args.tokens} tokens, g = 0, worst of {args.seeds} seeds"
+    print(f"torch {torch.__version__}, {args.device}, {sizes}")
     print(f"{'keys':14s}{'norm':>8s}{'beta':>6s}  {'dtype':10s}{'o':>9s}{'state':>9s}{'dbeta':>9s}")
     for kind, norm, beta in CASES:
         for dtype in DTYPES:
