@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from harness import Failure, Source, Tally, main, rms, same_bits
+from fuzz_runs import main
+from harness import Failure, Source, Tally, rms, same_bits
 from oracles import gated_residual as eager
 from torch import Tensor
 

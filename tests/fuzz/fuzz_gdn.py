@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from harness import Failure, Source, Tally, main, rms, same_bits
+from fuzz_runs import main
+from harness import Failure, Source, Tally, rms, same_bits
 from oracles.gdn_dense import gated_delta_rule_dense
 from oracles.gdn_terms import gate_gradient_terms
 from torch import Tensor

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from harness import Failure, Source, Tally, main, rms, same_bits
+from fuzz_runs import main
+from harness import Failure, Source, Tally, rms, same_bits
 from oracles.ple import TENSORS, grouped_norm
 from torch import Tensor
 

@@ -1,17 +1,14 @@
-"""What the fuzzers share: seeded choices, tensors between NaN guards, errors against float64, the script."""
+"""What the fuzzers share: seeded choices, tensors between NaN guards, errors against float64. Runs: `fuzz_runs.py`."""
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -42,6 +39,8 @@ class Tally:
     compared: int = 0
     worst: dict[str, float] = field(default_factory=dict)
     kinds: Counter[str] = field(default_factory=Counter)
+    structures: Counter[int] = field(default_factory=Counter)
+    """Cases of each structure."""
     failures: list[Failure] = field(default_factory=list)
     end: float = math.inf
     """Of `time.monotonic`: no case begins after it."""
@@ -56,6 +55,7 @@ class Tally:
     def add(self, other: Tally) -> None:
         self.cases, self.guards = self.cases + other.cases, self.guards + other.guards
         self.compared, self.kinds = self.compared + other.compared, self.kinds + other.kinds
+        self.structures = self.structures + other.structures
         self.failures += other.failures
         for name, share in other.worst.items():
             self.note(name, share)
@@ -186,68 +186,3 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 Fuzzer = Callable[[Tally, int, int, torch.device], None]
 """Adds to the tally the cases of one group: (tally, seed, group, device)."""
-
-
-def run(
-    fuzzer: Fuzzer,
-    cases: int,
-    seed: int,
-    device: str = "cpu",
-    first_group: int = 0,
-    every: int = 1,
-    seconds: float = math.inf,
-) -> Tally:
-    """Runs whole groups, one of `every`, until `cases` cases were checked, or so many seconds have gone by."""
-    tally, group = Tally(end=time.monotonic() + seconds), first_group
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    # Memory that an op allocates and does not write is NaN: a read of it shows in the result.
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        while tally.cases < cases and not tally.late():
-            fuzzer(tally, seed, group, torch.device(device))
-            group += every
-    finally:
-        torch.use_deterministic_algorithms(False)
-        torch.set_num_threads(threads)
-    return tally
-
-
-def main(fuzzer: Fuzzer) -> None:
-    """`python fuzz_x.py --cases 10000 --seed 0 --device cpu`: prints the result; exit status 1 after a failure, 2 where
-    the time was up before all cases."""
-    parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
-    parser.add_argument("--cases", type=int, default=10_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--first-group", type=int, default=0, help="starts here: a failing case names its group")
-    parser.add_argument("--workers", type=int, default=1, help="processes, each with every so many-th group")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="starts no case after that")
-    given = parser.parse_args()
-    clock = time.process_time if given.workers == 1 else time.monotonic
-    started = clock()
-    tally = Tally()
-    if given.workers == 1:
-        tally = run(fuzzer, given.cases, given.seed, given.device, given.first_group, seconds=given.seconds)
-    else:
-        each = -(-given.cases // given.workers)
-        with ProcessPoolExecutor(given.workers, get_context("spawn")) as pool:
-            jobs = [
-                pool.submit(
-                    *(run, fuzzer, each, given.seed, given.device),
-                    *(given.first_group + at, given.workers, given.seconds),
-                )
-                for at in range(given.workers)
-            ]
-            for job in jobs:
-                tally.add(job.result())
-    print(
-        f"{Path(sys.argv[0]).name}: {tally.cases} cases, seed {given.seed}, {given.device}, torch {torch.__version__}: "
-        f"{len(tally.failures)} wrong; {tally.compared} tensors compared, {tally.guards} guards read; "
-        f"{clock() - started:.0f} {'CPU s' if given.workers == 1 else f's with {given.workers} workers'}"
-    )
-    print("worst error / allowed: " + ", ".join(f"{k} {v:.2f}" for k, v in sorted(tally.worst.items())))
-    print("cases by kind: " + ", ".join(f"{k} {v}" for k, v in sorted(tally.kinds.items())))
-    for failure in tally.failures[:20]:
-        print(f"WRONG {failure.case}: {failure.what}: {failure.detail}")
-    sys.exit(1 if tally.failures else 2 * (tally.cases < given.cases))

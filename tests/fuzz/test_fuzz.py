@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import importlib
+import multiprocessing
+import time
+import types
+from collections import Counter
 from functools import partial
+from pathlib import Path
 
 import fuzz_gated_residual
 import fuzz_gdn
 import fuzz_ple
+import fuzz_runs
 import pytest
 import torch
-from harness import GUARD, STRUCTURES, Source, Tally, run
+import toy_fuzzers
+from fuzz_runs import run
+from harness import GUARD, STRUCTURES, Source, Tally
 from oracles.gdn import make_case, token_recurrence
 from oracles.gdn_dense import gated_delta_rule_dense
 from oracles.gdn_terms import gate_gradient_terms
@@ -95,6 +103,64 @@ def test_memory_that_is_not_written_is_nan() -> None:
     run(look, 1, seed=0)
     assert seen == [True]
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that begin at once: a spawned one imports torch first, seconds of it."""
+    monkeypatch.setattr(fuzz_runs, "get_context", lambda method: multiprocessing.get_context("fork"))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.usefixtures("forked")
+def test_quick_workers_make_up_for_one_that_compiles_and_every_group_is_logged(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    log = tmp_path / "log"
+    with pytest.raises(SystemExit) as ended:
+        fuzz_runs.main(toy_fuzzers.even_groups_hang, ["--workers", "2", "--cases", "12", "--log", str(log)])
+    assert ended.value.code == 0
+    assert "12 cases, seed 0" in capsys.readouterr().out.splitlines()[-1]
+    done = [int(line.split("group ")[1].split(",")[0]) for line in log.read_text().splitlines()]
+    assert len(done) == 12
+    assert sorted(set(done) - {0}) == list(range(1, 2 * len(set(done) - {0}), 2))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.usefixtures("forked")
+def test_at_the_deadline_what_is_done_is_told_and_no_worker_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    told, began = [], time.monotonic()
+    clock = lambda: time.monotonic() + 1e4 * (len(told) >= 3)  # noqa: E731
+    monkeypatch.setattr(fuzz_runs, "time", types.SimpleNamespace(monotonic=clock, process_time=time.process_time))
+    monkeypatch.setattr(fuzz_runs, "_log", lambda file, began: lambda group, part: told.append(group))
+    arguments = ["--workers", "2", "--cases", "1000", "--seconds", "500", "--log", "/dev/null"]
+    with pytest.raises(SystemExit) as ended:
+        fuzz_runs.main(toy_fuzzers.even_groups_hang, arguments)
+    assert time.monotonic() - began < 100
+    assert ended.value.code == 2
+    assert f"{len(told)} cases of 1000" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_worker_that_ends_is_a_failure_with_its_traceback(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as ended:
+        fuzz_runs.main(toy_fuzzers.worker_ends, ["--workers", "2", "--cases", "100"])
+    assert ended.value.code == 1
+    out = capsys.readouterr().out
+    assert "seed 0 group 2: worker 0 ended: Traceback" in out
+    assert "ValueError: toy error" in out
+    assert "seed 0 group 3: worker 1 ended: no word, exit code 7" in out
+    assert "2 cases of 100" in out
+
+
+def test_a_structure_without_a_finished_group_is_warned_of() -> None:
+    counts = Counter({at: 10 * at for at in range(STRUCTURES)})
+    counts[5] = 0
+    cases, warning = fuzz_runs.structure_lines(counts)
+    assert cases.startswith("cases by structure: 0 to 150, median 75: 0 10 20 30 40 0 60")
+    assert warning == "WARNING: no group of 2 of 16 structures was finished: 0, 5"
+    assert len(fuzz_runs.structure_lines(Counter(dict.fromkeys(range(STRUCTURES), 1)))) == 1
 
 
 @pytest.mark.parametrize("use_qk_l2norm", [True, False])
