@@ -163,6 +163,42 @@ def test_a_structure_without_a_finished_group_is_warned_of() -> None:
     assert len(fuzz_runs.structure_lines(Counter(dict.fromkeys(range(STRUCTURES), 1)))) == 1
 
 
+@pytest.mark.parametrize(("ended", "judged"), [(5, 0), (9, 9)])
+def test_a_group_that_the_time_cuts_is_judged_if_half_of_it_is_there(ended: int, judged: int) -> None:
+    class Cut(Tally):
+        def late(self) -> bool:
+            self.asked = getattr(self, "asked", -1) + 1
+            return self.asked >= ended
+
+    tally = Cut()
+    fuzz_gdn.fuzz(tally, 2026, 1, CPU)
+    assert (tally.cases, tally.kinds.total()) == (judged, judged)
+    assert (tally.compared > 0) == (tally.guards > 0) == (judged > 0)
+    assert tally.failures == []
+
+
+def test_the_structures_of_a_gpu_hold_every_value_of_every_choice() -> None:
+    for seed in range(20):
+        found = fuzz_gdn.structures(seed)
+        assert len(found) == STRUCTURES
+        assert found == fuzz_gdn.structures(seed)
+        values = {name: {getattr(s, name) for s in found} for name in fuzz_gdn.Structure._fields}
+        assert values["dtype"] == {torch.float32, torch.bfloat16, torch.float16}
+        assert values["key_width"] == values["value_width"] == set(fuzz_gdn.WIDTHS)
+        assert {(s.heads, s.ratio) for s in found} == set(fuzz_gdn.HEADS)
+        # Packed or not, normalised or not: all four where the kernels of models run.
+        models = [s for s in found if (s.dtype, s.key_width, s.value_width) == (torch.bfloat16, 128, 128)]
+        assert len({(s.packed, s.use_qk_l2norm) for s in models}) == 4
+        for dtype in (torch.bfloat16, torch.float16):
+            assert {s.narrow_beta for s in found if s.dtype == dtype} == {True, False}
+        packed = [s for s in found if s.packed]
+        assert {(s.index_dtype, s.aligned) for s in packed} >= {
+            *((dtype, True) for dtype in (torch.int32, torch.int64)),
+            *((dtype, False) for dtype in (torch.int32, torch.int64)),
+        }
+    assert fuzz_gdn.structures(0) != fuzz_gdn.structures(1)
+
+
 @pytest.mark.parametrize("use_qk_l2norm", [True, False])
 def test_the_dense_oracle_is_the_token_recurrence(use_qk_l2norm: bool) -> None:
     for seed, mode in enumerate(("plain", "mixed_decay", "one_reset", "beta_two", "zero_keys")):
