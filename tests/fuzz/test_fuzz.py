@@ -192,10 +192,9 @@ def test_the_structures_of_a_gpu_hold_every_value_of_every_choice() -> None:
         for dtype in (torch.bfloat16, torch.float16):
             assert {s.narrow_beta for s in found if s.dtype == dtype} == {True, False}
         packed = [s for s in found if s.packed]
-        assert {(s.index_dtype, s.aligned) for s in packed} >= {
-            *((dtype, True) for dtype in (torch.int32, torch.int64)),
-            *((dtype, False) for dtype in (torch.int32, torch.int64)),
-        }
+        pairs = {(dtype, aligned) for dtype in (torch.int32, torch.int64) for aligned in (True, False)}
+        assert {(s.index_dtype, s.aligned) for s in packed} == pairs
+        assert {s.prepared for s in packed if s.index_dtype == torch.int64} == {True, False}
     assert fuzz_gdn.structures(0) != fuzz_gdn.structures(1)
 
 
