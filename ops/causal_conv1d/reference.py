@@ -66,9 +66,11 @@ def _conv(x: Tensor, weight: Tensor, bias: Tensor | None, documents: Documents |
 
 
 def _load(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Arguments in the compute dtype, x rounded to the weight's dtype first as eager's cast does."""
+    """Arguments in the compute dtype, x rounded to the weight's dtype first as eager's cast does; dense, since the
+    order of the sums over rows follows strides."""
     compute = torch.promote_types(weight.dtype, torch.float32)
-    return x.to(weight.dtype).to(compute), weight.to(compute), None if bias is None else bias.to(compute)
+    weight = weight.contiguous()
+    return x.contiguous().to(weight.dtype).to(compute), weight.to(compute), None if bias is None else bias.to(compute)
 
 
 def _round(value: Tensor, dtype: torch.dtype) -> Tensor:

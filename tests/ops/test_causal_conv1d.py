@@ -152,7 +152,7 @@ def test_no_document_and_no_token_give_zero_gradients():
         assert all((g == 0).all() for g in got)
 
 
-def test_every_layout_of_input_and_upstream_gradient_gives_the_same_values():
+def test_every_layout_of_input_and_upstream_gradient_gives_the_same_bits():
     x, weight, bias, dy, _ = _case("batch")
     contiguous = _run(x, weight, bias, dy, None, "silu")
     transposed = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (x, dy)]
@@ -164,8 +164,7 @@ def test_every_layout_of_input_and_upstream_gradient_gives_the_same_values():
         leaves = [t.detach().requires_grad_() for t in (rows, taps, bias)]
         y = ple_gdn.causal_conv1d(*leaves, activation="silu")
         got = (y, *torch.autograd.grad(y, leaves, grad))
-        assert all(torch.equal(a, b) for a, b in zip(got[:2], contiguous, strict=False))
-        assert all(_relative(a, b) < 1e-6 for a, b in zip(got[2:], contiguous[2:], strict=True))  # order of a sum
+        assert all(torch.equal(a, b) for a, b in zip(got, contiguous, strict=True))
     ones = _run(x, weight, bias, torch.ones_like(dy), None, "silu")
     leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
     ple_gdn.causal_conv1d(*leaves, activation="silu").sum().backward()  # a gradient of strides (0, 0, 0)
