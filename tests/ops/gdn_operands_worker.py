@@ -1,6 +1,7 @@
 """Run with TRITON_INTERPRET=1: the launchers on CPU tensors, the operand kernel as compiled PTX in `ptx_machine`.
 
-Arguments: PTX files "INVERSE:shared bytes:path", then document lengths. Prints, as JSON, relative RMS errors of the
+Arguments: PTX files "INVERSE:shared bytes:path" ("rounding" for the kernel that rounds X anew), then document lengths.
+Prints, as JSON, relative RMS errors of the
 plain kernels and of the Hopper operands with the plain walks and gradients, against the float64 recurrence.
 """
 
@@ -21,17 +22,17 @@ from ple_gdn.ops.gated_delta_rule import hopper_operands, launch
 
 
 class Compiled:
-    """Stands for the kernel: `kernel[grid](...)` runs every program of the PTX of its INVERSE."""
+    """Stands for a kernel: `kernel[grid](...)` runs every program of its PTX, by INVERSE if that is a choice."""
 
     def __init__(self, files: list[str]) -> None:
         parts = [name.split(":", 2) for name in files]
-        self.kernels = {inverse == "True": (Path(path).read_text(), int(size)) for inverse, size, path in parts}
+        self.kernels = {name: (Path(path).read_text(), int(size)) for name, size, path in parts}
 
     def __getitem__(self, grid: tuple[int, ...]) -> object:
-        def call(*arguments: object, INVERSE: bool, **constants: object) -> None:
+        def call(*arguments: object, INVERSE: bool | None = None, **constants: object) -> None:
             memory = Memory()
             values = [memory.place(a) if isinstance(a, torch.Tensor) else a for a in arguments if a is not None]
-            ptx, shared = self.kernels[INVERSE]
+            ptx, shared = self.kernels["rounding" if INVERSE is None else str(INVERSE)]
             machine = Machine(ptx, shared, memory)
             for program in range(grid[0]):
                 machine.run(program, [*values, 0, 0])
@@ -50,7 +51,8 @@ def outputs(case: object, hopper: bool, save_mode: str) -> dict[str, torch.Tenso
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    hopper_operands.hopper_operands_kernel = Compiled([a for a in sys.argv[1:-1] if ":" in a])
+    stand_in = Compiled([a for a in sys.argv[1:-1] if ":" in a])
+    hopper_operands.hopper_operands_kernel = hopper_operands.hopper_rounding_kernel = stand_in
     sizes = {"heads": 1, "value_heads": 2, "key_width": 128, "value_width": 16}
     lengths = tuple(map(int, sys.argv[-1].split(",")))
     case = make_case(lengths, trailing=5, dtype=torch.float16, **sizes)

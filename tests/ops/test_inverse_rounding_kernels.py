@@ -19,8 +19,6 @@ import triton
 from oracles import operand_runs as operands
 from oracles.carried import carried, gated_inverse, state_error
 from oracles.ptx_machine import Machine, Memory
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonASTSource
 
 from ple_gdn.ops.gated_delta_rule import operands_hopper, rounding_hopper
 
@@ -43,18 +41,6 @@ def test_the_plain_kernel_carries_errors_where_keys_are_alike_and_only_there() -
     assert found["not alike"][1] == pytest.approx(1.0, abs=0.02)
 
 
-def compiled(H: int, HV: int, items: int = rounding_hopper.MARKS) -> object:
-    kernel = rounding_hopper.hopper_rounding_kernel
-    names = kernel.arg_names
-    constants = {"H": H, "HV": HV, "VARLEN": True, "ITEMS": items}
-    kinds = {"k_ptr": "*bf16", "x_ptr": "*bf16", "cu_ptr": "*i32", "offsets_ptr": "*i32"}
-    kind = lambda n: kinds.get(n, "*fp32" if n.endswith("_ptr") else "i32")  # noqa: E731
-    signature = {n: "constexpr" if n in constants else kind(n) for n in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n].startswith("*")}
-    source = GluonASTSource(kernel, signature, {(names.index(n),): v for n, v in constants.items()}, aligned)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
-
-
 def rounded(binary: object, x: dict, made: dict, H: int, items: int = rounding_hopper.MARKS) -> torch.Tensor:
     """X of every program, after the operand kernel's `made`."""
     memory, found = Memory(), made["x"].clone()
@@ -72,7 +58,7 @@ def rounded(binary: object, x: dict, made: dict, H: int, items: int = rounding_h
     ("H", "HV", "items"), [(1, 3, 16), *(pytest.param(*c, marks=pytest.mark.slow) for c in ((2, 2, 2), (2, 10, 16)))]
 )
 def test_the_hopper_kernel_rounds_marked_chunks_and_no_other(H: int, HV: int, items: int) -> None:
-    made_by, binary = operands.compiled(operands_hopper, H, HV), compiled(H, HV, items)
+    made_by, binary = operands.compiled(operands_hopper, H, HV), operands.compiled_rounding(H, HV, items=items)
     x = operands.draw(H, HV, "near equal keys")
     # Chunks of one head have keys of their own; so has the first chunk of another.
     x["g"], x["beta"] = -0.02 * torch.rand(x["g"].shape), 0.2 + torch.rand(x["beta"].shape)
@@ -104,7 +90,7 @@ def test_the_hopper_kernel_rounds_marked_chunks_and_no_other(H: int, HV: int, it
 
 
 def test_two_programs_of_the_hopper_kernel_share_a_multiprocessor(tmp_path: Path) -> None:
-    binary = compiled(16, 48)
+    binary = operands.compiled_rounding(16, 48)
     path = tmp_path / "kernel.cubin"
     path.write_bytes(binary.asm["cubin"])
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

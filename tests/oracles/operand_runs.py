@@ -1,4 +1,5 @@
-"""The Hopper operand kernel: compiled for sm_90, inputs for it, and a run of all its programs in `ptx_machine`."""
+"""The Hopper operand kernel, and the one that rounds X anew: compiled for sm_90; inputs for the first, and a run of all
+its programs in `ptx_machine`."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
+
+from ple_gdn.ops.gated_delta_rule import rounding_hopper
 
 from .ptx_machine import Machine, Memory
 
@@ -28,6 +31,18 @@ def compiled(
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n].startswith("*")}
     source = GluonASTSource(kernel, signature, {(names.index(n),): v for n, v in constants.items()}, aligned)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "maxnreg": 128})
+
+
+def compiled_rounding(H: int, HV: int, *, items: int = rounding_hopper.MARKS, element: str = "bf16") -> object:
+    kernel = rounding_hopper.hopper_rounding_kernel
+    names = kernel.arg_names
+    constants = {"H": H, "HV": HV, "VARLEN": True, "ITEMS": items}
+    kinds = {"k_ptr": f"*{element}", "x_ptr": f"*{element}", "cu_ptr": "*i32", "offsets_ptr": "*i32"}
+    kind = lambda n: kinds.get(n, "*fp32" if n.endswith("_ptr") else "i32")  # noqa: E731
+    signature = {n: "constexpr" if n in constants else kind(n) for n in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n].startswith("*")}
+    source = GluonASTSource(kernel, signature, {(names.index(n),): v for n, v in constants.items()}, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
 
 
 def draw(H: int, HV: int, mode: str = "plain") -> dict[str, torch.Tensor]:
