@@ -10,6 +10,12 @@ from itertools import accumulate, pairwise
 import torch
 import torch.distributed as dist
 
+if dist.is_available():
+    # Its functions' default arguments are the process group at the time of this import. The first call of any custom op
+    # imports it by way of Dynamo; if a group exists by then, they keep it alive past `destroy_process_group`, and a
+    # thread of gloo that frees a tensor while Python ends aborts the process (2 of 8 runs of two ranks).
+    import torch.distributed.nn.functional
+
 from .partition import CHUNK, Fragment, Partition, check_count, check_partition, check_rank
 from .plan import RankPlan, decode_plan, encode_plan, needs_map
 from .planner import H200_SM_COUNT, P_RULES, kcp_plan_row
