@@ -117,3 +117,12 @@ def test_nearly_equal_keys_meet_the_budget_and_would_not_without(noise: float, m
         assert relative_rms(found[name], expected[name]) <= (8e-3 if name in ("dg", "dbeta") else 7e-3), name
     monkeypatch.setattr(inverse_rounding, "alike", lambda pairs: torch.zeros(pairs.shape[:2], dtype=torch.bool))
     assert relative_rms(run_front(case)["dbeta"], expected["dbeta"]) > 8e-3
+
+
+def test_later_keys_of_a_chunk_change_earlier_rows_by_their_rounding_at_the_most() -> None:
+    """A chunk is rounded one way or the other as a whole: README gives the figure."""
+    case = make_case((64,), heads=1, value_heads=2, key_width=64, mode="nearer_equal_keys", dtype=torch.bfloat16)
+    other = case.k.clone()
+    other[:, 40:] = torch.randn(other[:, 40:].shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    o, changed = (run_front(c)["o"][:, :40].double() for c in (case, case._replace(k=other)))
+    assert 0 < (changed - o).norm() / o.norm() < 3e-3
