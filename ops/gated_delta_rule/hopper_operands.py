@@ -25,8 +25,7 @@ def launch_operands(
     p: Problem, q: Tensor, k: Tensor, g: Tensor, beta: Tensor, cu: Tensor | None, offsets: Tensor | None,
     tapes: tuple[Tensor, ...], table: Tensor, scores: Tensor, scale: float, l2norm: bool, inverse: bool,
 ) -> None:  # fmt: skip
-    """See `launch.make_operands`. Rows are copied in pieces of 16 bytes: a view that starts elsewhere is cloned."""
-    q, k = (t if t.data_ptr() % 16 == 0 else t.clone() for t in (q, k))
+    """See `launch.make_operands`. Rows are copied in pieces of 16 bytes, so q and k are `packed`."""
     parts = -(-p.HV // p.H // HEADS)
     arguments = (
         q, k, g if inverse else None, beta, cu, offsets, *tapes[:3], tapes[3] if inverse else None, table, scores,

@@ -15,7 +15,7 @@ from .device_hopper import thread_barrier
 from .inverse_hopper import FP32_HEADS, PLAIN_2D, PLAIN_3D, exp, merge_blocks, reinterpret, solve_diagonals
 from .operands_hopper import GATE, TILE, VECTOR, WIDE, _fetch, _gates, _locate, _share
 
-# Marks a CTA looks at: 8,192 at 32,768 tokens and 16 heads are 512 CTAs, all of them resident at once.
+# Marks a CTA looks at: 8,192 at 32,768 tokens and 16 heads are 512 CTAs, two to a multiprocessor at a time.
 MARKS = 16
 MARK = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 

@@ -1,6 +1,7 @@
 """Run with TRITON_INTERPRET=1: X as the plain `prep_kernel` rounds it, float16, against float64.
 
-Prints as JSON, by case, the share of numbers that are not the model's, and the state error over that of plain rounding.
+Prints as JSON, by case, the share of numbers that are not the model's, and the state error over that of plain rounding
+and over the model's.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ple_gdn.ops.gated_delta_rule.launch import launch_forward
 LENGTHS = (64, 50, 1, 2)
 
 
-def run(noise: float, beta: str, l2norm: bool) -> tuple[float, float]:
+def run(noise: float, beta: str, l2norm: bool) -> tuple[float, float, float]:
     torch.manual_seed(0)
     tokens = sum(LENGTHS)
     q, k = torch.randn(1, tokens, 1, 32), torch.randn(1, 1, 1, 32) + noise * torch.randn(1, tokens, 1, 32)
@@ -32,7 +33,7 @@ def run(noise: float, beta: str, l2norm: bool) -> tuple[float, float]:
     strength = torch.ones(1, tokens, 2) if beta == "one" else 0.2 + torch.rand(1, tokens, 2)
     ends = torch.tensor([0, *LENGTHS]).cumsum(0)
     x = launch_forward(q, k, v, g, strength, None, ends, None, None, 1.0, False, l2norm, "full")[5]
-    other, errors = 0.0, [0.0, 0.0]
+    other, errors = 0.0, [0.0, 0.0, 0.0]
     for start, end in zip(ends.tolist(), ends.tolist()[1:], strict=False):
         for head in range(2):
             rows = slice(start, end)
@@ -42,10 +43,11 @@ def run(noise: float, beta: str, l2norm: bool) -> tuple[float, float]:
             exact, found = gated_inverse(keys, *gates), x[0, rows, head, : end - start].double()
             assert (x[0, rows, head].triu() == 0).all()
             assert (found - exact).abs().max() < 3 * 2.0**-11 if end - start > 1 else True
-            other += (found != carried(exact, keys, *gates, torch.float16)).sum().item() / tokens / 64
-            for i, rounded in enumerate((found, exact.half())):
+            model = carried(exact, keys, *gates, torch.float16)
+            other += (found != model).sum().item() / tokens / 64
+            for i, rounded in enumerate((found, exact.half(), model)):
                 errors[i] += state_error(rounded, exact, keys, *gates)
-    return other, errors[0] / max(errors[1], 1e-30)
+    return other, *(errors[0] / max(error, 1e-30) for error in errors[1:])
 
 
 if __name__ == "__main__":

@@ -63,6 +63,23 @@ def _document(
     return o, since[:, -1:] * state + (k * ratio[:, -1, :, None]).mT @ u
 
 
+def value_head_rows(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float, use_qk_l2norm: bool
+) -> list[Tensor]:
+    """The five with scaled q and k, of norm 1 if asked, for each value head."""
+    if use_qk_l2norm:
+        q, k = l2norm(q), l2norm(k)
+    group = v.shape[2] // q.shape[2]
+    return [(q * scale).repeat_interleave(group, 2), k.repeat_interleave(group, 2), v, g, beta]
+
+
+def document_spans(q: Tensor, boundaries: tuple[int, ...] | None) -> list[tuple[int, int, int]]:
+    """(batch row, start, end) of each document."""
+    if boundaries is None:
+        return [(b, 0, q.shape[1]) for b in range(q.shape[0])]
+    return [(0, start, end) for start, end in pairwise(boundaries)]
+
+
 def gated_delta_rule_dense(
     q: Tensor,
     k: Tensor,
@@ -76,14 +93,8 @@ def gated_delta_rule_dense(
     inverse_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`(o, final_state)` of float64 `[B,T,..]`: a document per batch row, or one row cut at `boundaries`."""
-    if use_qk_l2norm:
-        q, k = l2norm(q), l2norm(k)
-    group = v.shape[2] // q.shape[2]
-    rows = [(q * scale).repeat_interleave(group, 2), k.repeat_interleave(group, 2), v, g, beta]
-    tokens = q.shape[1]
-    spans = [(b, 0, tokens) for b in range(q.shape[0])]
-    if boundaries is not None:
-        spans = [(0, start, end) for start, end in pairwise(boundaries)]
+    rows = value_head_rows(q, k, v, g, beta, scale, use_qk_l2norm)
+    spans = document_spans(q, boundaries)
     outputs, states = [], []
     for n, (b, start, end) in enumerate(spans):
         if start == end:

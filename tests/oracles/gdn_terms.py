@@ -7,12 +7,10 @@ of the sum of squares of its terms, however small it is itself.
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import torch
 from torch import Tensor
 
-from oracles.gdn import l2norm
+from oracles.gdn_dense import document_spans, value_head_rows
 
 
 def _document(
@@ -49,15 +47,9 @@ def gate_gradient_terms(
     dfinal_state: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Of float64 `[B,T,..]`: (dg, dbeta) as sums `[2,B,T,HV]`, and the root of the sum of squares of their terms."""
-    if use_qk_l2norm:
-        q, k = l2norm(q), l2norm(k)
-    group = v.shape[2] // q.shape[2]
-    rows = [(q * scale).repeat_interleave(group, 2), k.repeat_interleave(group, 2), v, g, beta]
-    spans = [(b, 0, q.shape[1]) for b in range(q.shape[0])]
-    if boundaries is not None:
-        spans = [(0, start, end) for start, end in pairwise(boundaries)]
+    rows = value_head_rows(q, k, v, g, beta, scale, use_qk_l2norm)
     sums, roots = (torch.zeros(2, *g.shape, dtype=torch.float64) for _ in range(2))
-    for n, (b, start, end) in enumerate(spans):
+    for n, (b, start, end) in enumerate(document_spans(q, boundaries)):
         own = (x[b, start:end] for x in rows)
         made = _document(*own, initial_state[n], do[b, start:end], dfinal_state[n])
         sums[:, b, start:end], roots[:, b, start:end] = made
