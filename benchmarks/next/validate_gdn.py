@@ -270,7 +270,8 @@ def main() -> None:
             numbers = [(str(i), str(parts), str(int(name in hopper))) for i in range(parts)]
             return [start(copies[name], "--worker", "check", *each) for each in numbers]
 
-        running = {name: begin(name, 3) for name in copies if name not in hopper}
+        # Compiling is most of it, one core each: of 16 cores some are left for the calls' own threads.
+        running = {name: begin(name, max(3, 12 // len(copies))) for name in copies if name not in hopper}
         first = {name: start(copies[name], "--worker", "smoke") for name in hopper}
         checks = {name: finish(process, deadline - CHECK_SECONDS + SMOKE_SECONDS) for name, process in first.items()}
         copies = {name: copy for name, copy in copies.items() if "failed" not in checks.get(name, ())}

@@ -95,7 +95,8 @@ def run_workers(
     seconds: float,
     report: Report,
 ) -> Tally:
-    """Worker i runs every `workers`-th group from the i-th on, until all together have `cases` cases or the time is up.
+    """Worker i runs every `workers`-th group from the i-th on, until each has ended a group and together they have
+    `cases` cases, or the time is up.
 
     What is under way then is ended, not waited for: a kernel may take a minute to compile. A worker that ends in any
     other way is a failure.
@@ -104,7 +105,7 @@ def run_workers(
     end, last = began + seconds, began + seconds - min(MARGIN, seconds / 10)
     tally, after = Tally(), {}
     readers: dict[Connection, tuple[BaseProcess, int]] = {}
-    processes = []
+    processes, silent = [], set(range(workers))
     try:
         for at in range(workers):
             reader, writer = context.Pipe(duplex=False)
@@ -113,10 +114,11 @@ def run_workers(
             processes[-1].start()
             writer.close()  # so that the end of the worker is the end of the pipe
             readers[reader], after[at] = (processes[-1], at), first_group + at
-        while readers and tally.cases < cases and time.monotonic() < end:
+        while readers and (silent or tally.cases < cases) and time.monotonic() < end:
             for reader in wait(list(readers), min(end - time.monotonic(), 60.0)):
                 process, at = readers[reader]
                 told = _told(reader, process)
+                silent.discard(at)
                 if isinstance(told, tuple):
                     after[at] = told[0] + workers
                     report(*told)

@@ -22,6 +22,13 @@ def even_groups_hang(tally: Tally, seed: int, group: int, device: torch.device) 
     _case(tally, group)
 
 
+def first_group_is_slow(tally: Tally, seed: int, group: int, device: torch.device) -> None:
+    """The one error of .99 is in it."""
+    time.sleep(0.5 if group == 0 else 0.05)
+    tally.cases += 1
+    tally.note("toy", 0.99 if group == 0 else 0.1)
+
+
 def worker_ends(tally: Tally, seed: int, group: int, device: torch.device) -> None:
     """Group 2 raises, group 3 ends the process."""
     if group == 2:
