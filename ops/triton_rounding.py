@@ -1,4 +1,4 @@
-"""Rounding and reciprocals of Triton kernels, in the instructions that run at full rate on NVIDIA GPUs."""
+"""Rounding, reciprocals and sigmoids of Triton kernels, in the instructions that run at full rate on NVIDIA GPUs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 ROUND_TO_BF16 = tl.constexpr(ptx.ROUND_TO_BF16)
 RECIPROCAL = tl.constexpr(ptx.RECIPROCAL)
 UNPACK_PAIR_BF16 = tl.constexpr(ptx.UNPACK_PAIR_BF16)
+MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
+LEAST_NORMAL = tl.constexpr(2.0**-126)
 
 
 @triton.jit
@@ -26,8 +28,15 @@ def rounded(x, DTYPE: tl.constexpr):
 def reciprocal(x):
     """1 / x of a normal x to one unit in the last place, 0 where it is subnormal: `1 / x` takes seven instructions."""
     if INTERPRETED:
-        return 1.0 / x
+        return tl.where(tl.abs(1.0 / x) < LEAST_NORMAL, 0.0, 1.0 / x)
     return tl.inline_asm_elementwise(RECIPROCAL, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def quarter_over_sigmoid(y):
+    """.25 (1 + exp(-y)): at most 2^126 where exp(-y) is finite, so that its `reciprocal` is normal; at y = -88 that of
+    1 + exp(-y) is 6e-39 and would be 0. The bits are those of 1 + exp(-y), times .25."""
+    return tl.fma(tl.exp2(y * MINUS_LOG2_E), 0.25, 0.25)
 
 
 @triton.jit

@@ -9,9 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..triton_rounding import reciprocal, rounded
+from ..triton_rounding import quarter_over_sigmoid, reciprocal, rounded
 from .kernels import (
-    MINUS_LOG2_E,
     PACKED,
     _channels,
     _convolve,
@@ -45,7 +44,7 @@ def _before_activation(
     """g, rounded to DTYPE, of row K - 1 + i of `window` from its dy."""
     if SILU:
         y = _convolve(window, taps, bias, i, K, HAS_BIAS, DTYPE)
-        sigmoid = reciprocal(1.0 + tl.exp2(y * MINUS_LOG2_E))
+        sigmoid = 0.25 * reciprocal(quarter_over_sigmoid(y))
         return rounded(dy * sigmoid * tl.fma(y, 1.0 - sigmoid, 1.0), DTYPE)
     return dy
 

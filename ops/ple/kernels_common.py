@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..triton_rounding import reciprocal
+from ..triton_rounding import MINUS_LOG2_E, reciprocal
 
 # First row of the document of a row that belongs to none: never <= the row.
 NO_DOCUMENT = tl.constexpr(2**31 - 1)
@@ -20,7 +20,6 @@ PLAIN = tl.constexpr(0)
 BF16_PAIRS = tl.constexpr(1)
 FP16_PAIRS = tl.constexpr(2)
 # The folded taps carry this factor, so a walker's sums are z = -log2(e) y and exp2 takes them as they are.
-MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
 MINUS_LN_2 = tl.constexpr(-0.6931471805599453)
 
 

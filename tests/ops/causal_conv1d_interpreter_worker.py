@@ -16,7 +16,7 @@ from oracles.causal_conv1d import conv_packed
 from ple_gdn.ops.causal_conv1d import launch
 from ple_gdn.ops.causal_conv1d.reference import causal_conv1d_backward_reference, causal_conv1d_reference
 
-FP32, FP16 = torch.float32, torch.float16
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 # batch, tokens, width, kernel, cu_seqlens, dtype of x, dtype of the weight, activation, bias
 CASES = (
     (1, 40, 17, 4, [0, 5, 5, 6, 30, 38], FP32, FP32, "silu", True),
@@ -106,6 +106,35 @@ def check_layouts() -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, ones, strict=True))
 
 
+def steps_from_zero(x: Tensor) -> Tensor:
+    code = x.view(torch.int16).int()
+    return torch.where(code < 0, -(code & 0x7FFF), code)
+
+
+def check_every_value() -> None:
+    """Each 16-bit value, and fp32 at the ends of exp, through one tap of 1, even where exp(-y) is 1e38: the reference's
+    bits but for a rounding step of exp2 and the reciprocal. fp32 rounds log2(e) y, 127 there, by 4e-6."""
+    ends = torch.cat([torch.linspace(86, 104, 2048), 2.0 ** torch.arange(-149, 128)])
+    codes = torch.arange(-32768, 32768).to(torch.int16)
+    for values in (codes.view(BF16), codes.view(FP16), torch.cat([ends, -ends])):
+        values = values[values.isfinite()]
+        if values.dtype == BF16:  # whose subnormal values the interpreter loads wrong
+            values = values[values.abs() >= 2.0**-125]
+        x = values[: len(values) // 8 * 8].reshape(1, 8, -1)
+        weight, dy = torch.ones(x.shape[2], 1, dtype=x.dtype), torch.ones_like(x)
+        got = run(x, weight, None, dy, None, "silu")
+        want = causal_conv1d_reference(x, weight, None, None, "silu")
+        slopes, *_ = causal_conv1d_backward_reference(dy, x, weight, None, None, "silu")
+        for actual, expected in ((got[0], want), (got[1], slopes)):
+            if x.dtype == FP32:
+                assert ((actual - expected).abs() <= 4e-6 * expected.abs() + 1e-44).all()
+            else:
+                apart = (steps_from_zero(actual) - steps_from_zero(expected)).abs()
+                assert apart.max() <= 1, (x.dtype, x.view(-1)[apart.argmax()], actual.view(-1)[apart.argmax()])
+                # The interpreter rounds to BF16 in a way of its own.
+                assert x.dtype == BF16 or (apart > 0).sum() <= 8
+
+
 def check_bad_boundaries() -> None:
     """Boundaries whose values the host does not read are found bad on the device."""
     x, weight = torch.randn(1, 20, 8), torch.randn(8, 3)
@@ -124,3 +153,4 @@ if __name__ == "__main__":
     check_documents_alone()
     check_layouts()
     check_bad_boundaries()
+    check_every_value()
