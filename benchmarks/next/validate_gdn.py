@@ -18,12 +18,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import accumulate
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 NEXT = Path(__file__).parent
 VARIANTS = {
     "main": (),
+    "piece norms": ("gdn_piece_norms",),
 }
 # Variants that change Hopper kernels alone: fewer classes to check, after one small case that may hang.
 HOPPER: tuple[str, ...] = ()
@@ -50,14 +52,19 @@ LENGTHS = {
     "one_to_a_head": (130, 0, 1, 64, 65),
     "two_to_a_head": (130, 0, 1, 64, 65),
     "five_to_a_head": (130, 0, 1, 64, 65),
+    "pieces": (64 * 64 + 200, 65),
+    "pieces_no_norm": (64 * 64 + 200, 65),
 }
 # Value heads, where not 6 of two q/k heads: the operand kernel takes four of a group at once, and from 132 (chunk, q/k
 # head) pairs on the CTAs of the gradient kernel take several each.
 VALUE_HEADS = {"many_items": 48, "no_norm": 6, "one_to_a_head": 2, "two_to_a_head": 4, "five_to_a_head": 10}
+VALUE_HEADS |= {"pieces": 6, "pieces_no_norm": 6}  # few enough for documents in pieces
 PLAIN = {"bfloat16": (4e-3, 5e-3), "float16": (2e-3, 2e-3), "float32": (1e-5, 1e-5)}
 STRESS = {"bfloat16": (7e-3, 8e-3), "float32": (1e-4, 1e-3)}
 HOST_TOKENS = 64
 SHAPES = (("1x32768", 1, 32768, 16, 48), ("8x4096", 8, 4096, 16, 48), ("1x8192", 1, 8192, 16, 48))
+SHAPES += (("pack", 1, 261987, 2, 6),)
+DOCUMENTS = (40961, 3000, 65000, 17, 9000, 120000, 24009)
 
 
 def build(name: str, patches: tuple[str, ...], base: Path) -> Path:
@@ -128,7 +135,7 @@ def check(part: int, parts: int, hopper: bool) -> None:
         sizes = {"heads": heads, "value_heads": VALUE_HEADS.get(mode, 6), "key_width": K, "value_width": V}
         case = make_case(lengths, dtype=getattr(torch, dtype), **kind, **sizes)
         case = Case(*(x.cuda() if isinstance(x, torch.Tensor) else x for x in case))
-        norm = mode != "no_norm"
+        norm = not mode.endswith("no_norm")
         if not norm:
             case = case._replace(k=torch.nn.functional.normalize(case.k.float(), dim=-1).to(case.k.dtype))
         budgets = (PLAIN if benign else STRESS)[dtype]
@@ -187,7 +194,8 @@ def clock() -> None:
         g = (torch.nn.functional.logsigmoid(torch.randn(B, T, HV, device="cuda")) / 4).requires_grad_()
         beta = torch.sigmoid(torch.randn(B, T, HV, device="cuda")).requires_grad_()
         leaves, do = (q, k, v, g, beta), torch.randn_like(v)
-        forward = lambda: ple_gdn.gated_delta_rule(*leaves)[0]  # noqa: B023, E731
+        cu = torch.tensor([0, *accumulate(DOCUMENTS)], device="cuda") if name == "pack" else None
+        forward = lambda: ple_gdn.gated_delta_rule(*leaves, cu_seqlens=cu)[0]  # noqa: B023, E731
         both = lambda: torch.autograd.grad(forward(), leaves, do)  # noqa: B023, E731
         if T == HOST_TOKENS:
             print(json.dumps({"host": {"forward": host(forward), "both": host(both)}}), flush=True)
