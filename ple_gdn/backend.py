@@ -33,6 +33,7 @@ from .fx_passes.manager import (
 )
 from .fx_passes.records import GraphPass, PassContext, PassFailure, Records
 from .lowerings import cpp_batches, inductor_costs
+from .lowerings.rounding import EAGER_CONFIG
 from .ops.torch_versions import warn_if_untested
 from .options import Options, parse_options
 from .report import remember
@@ -79,7 +80,8 @@ class Compilation:
         if self.options.rounding != "fast":
             patches |= self._chained("joint_custom_pre_pass", rounding_boundaries.HideCasts(key))
             patches |= self._chained("post_grad_custom_pre_pass", rounding_boundaries.RoundMarkedNodes(key))
-        return {**self.inductor_options, **patches}
+        numerics = {} if self.options.rounding == "fast" else EAGER_CONFIG
+        return {**numerics, **self.inductor_options, **patches}
 
     def _chained(self, key: str, ours: CustomGraphPass, last: Sequence[Callable[..., Any]] = ()) -> dict[str, Any]:
         theirs = self.inductor_options.get(key, getattr(inductor_config, key))

@@ -168,6 +168,19 @@ def test_each_rounded_op_has_the_bits_of_eager_for_every_16_bit_code(dtype):
 
 
 @pytest.mark.parametrize("dtype", LOW)
+def test_functions_and_quotients_of_eager_all_have_the_bits_of_eager_for_every_16_bit_code(dtype):
+    def fn(x, y):
+        functions = [f(x) for f in (torch.tanh, torch.rsqrt, torch.ceil, torch.floor, torch.exp2)]
+        return (*functions, x / 0.001, x / 0.3, x / 3, x / y)
+
+    codes = all_codes(dtype).cuda()
+    compiled = torch.compile(fn, backend="ple_gdn", options={"rounding": "eager_all"})
+    for shift in (1, 77, 12345):
+        args = codes, codes.roll(shift)
+        assert [mismatches(a, b) for a, b in zip(compiled(*args), fn(*args), strict=True)] == [0] * 9
+
+
+@pytest.mark.parametrize("dtype", LOW)
 def test_neighbours_checkpoint_and_dynamic_shapes_do_not_change_the_bits(dtype):
     def chain(mix, x, delta, up):
         def region(x, delta, up):

@@ -24,7 +24,13 @@ SIGNED = {"8": np.int8, "16": np.int16, "32": np.int32, "64": np.int64}
 BINARY = {"add": operator.add, "sub": operator.sub, "and": operator.and_, "or": operator.or_, "xor": operator.xor}
 BINARY |= {"min": np.minimum, "max": np.maximum, "rem": operator.mod}
 SHIFTS = {"shl": operator.lshift, "shr": operator.rshift}
-FUNCTIONS = {"ex2": np.exp2, "rsqrt": lambda x: 1 / np.sqrt(x)}
+FUNCTIONS = {"ex2": np.exp2, "rsqrt": lambda x: 1 / np.sqrt(x), "rcp": lambda x: 1 / x}
+TO_INTEGER = {"rmi": np.floor, "rpi": np.ceil}
+
+
+def flushed(x: np.ndarray) -> np.ndarray:
+    """What an `.ftz` instruction reads and writes: zeros for fp32 subnormals."""
+    return np.where(abs(x) < 2.0**-126, np.copysign(np.float32(0), x), x)
 
 
 class Hazard(Exception):
@@ -107,6 +113,7 @@ class Machine:
             negated, guard, op, operands, self.place = self.code[at]
             at += 1
             mask = np.ones(THREADS, bool) if guard is None else self.registers[guard] ^ negated
+            self.flushes = "ftz" in op
             self.executed[op[0]] += 1
             if op[0] == "bra":
                 if mask.any() != mask.all():
@@ -134,13 +141,15 @@ class Machine:
         if text in ("%tid.x", "%ctaid.x"):
             return (np.arange(THREADS) if text == "%tid.x" else np.full(THREADS, self.program)).astype(dtype)
         if text.startswith("%") or text in self.registers:
-            return self.registers[text].view(dtype)
+            value = self.registers[text].view(dtype)
+            return flushed(value) if self.flushes and kind == "f32" else value
         if text.startswith("0f"):
             return np.full(THREADS, int(text[2:], 16), np.uint32).view(dtype)
         value = 0 if text == "global_smem" else int(text, 0)
         return np.full(THREADS, value & ((1 << int(width)) - 1), WIDTHS[width]).view(dtype)
 
     def put(self, name: str, value: np.ndarray, mask: np.ndarray) -> None:
+        value = flushed(value) if self.flushes and value.dtype == np.float32 else value
         value = value if value.dtype == bool else value.view(WIDTHS[str(value.dtype.itemsize * 8)])
         self.registers[name] = np.where(mask, value, self.registers.get(name, np.zeros_like(value)))
 
@@ -206,7 +215,9 @@ class Machine:
     def op_setp(self, op: list[str], x: list[str], mask: np.ndarray) -> None:
         compare = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater}
         compare |= {"ge": np.greater_equal}
-        self.put(x[0], compare[op[1]](self.get(x[1], op[2]), self.get(x[2], op[2])), mask)
+        a, b = self.get(x[1], op[2]), self.get(x[2], op[2])
+        unordered = (a != a) | (b != b) if op[1].endswith("u") else False
+        self.put(x[0], compare[op[1][:2]](a, b) | unordered, mask)
 
     def op_selp(self, op: list[str], x: list[str], mask: np.ndarray) -> None:
         self.put(x[0], np.where(self.registers[x[3]], self.get(x[1], op[1]), self.get(x[2], op[1])), mask)
@@ -224,13 +235,15 @@ class Machine:
             self.put(x[0], self.get(x[1], op[1]), mask)
 
     def op_cvt(self, op: list[str], x: list[str], mask: np.ndarray) -> None:
-        to, *source = [p for p in op[1:] if p not in ("rn", "rz", "sat")]
+        to, *source = [p for p in op[1:] if p not in ("rn", "rz", "sat", "ftz", *TO_INTEGER)]
         if to in ("bf16", "f16", "bf16x2", "f16x2"):
             dtype = torch.bfloat16 if to.startswith("bf16") else torch.float16
             parts = [torch.from_numpy(self.get(t, "f32").copy()).to(dtype).view(torch.int16).numpy() for t in x[1:]]
             parts = [p.view(np.uint16) for p in parts]
             packed = parts[0] if len(parts) == 1 else parts[1].astype(np.uint32) | parts[0].astype(np.uint32) << 16
             self.put(x[0], packed, mask)
+        elif to == "f32" and source[0] == "f32":
+            self.put(x[0], TO_INTEGER[op[1]](self.get(x[1], "f32")), mask)
         elif to == "f32" and source[0] in ("s32", "u32"):
             self.put(x[0], self.get(x[1], source[0]).astype(np.float32), mask)
         elif to == "f32":
