@@ -13,17 +13,22 @@ After:
     y     = ple_gdn.ple_gate_conv(h, k, v, ..., cu, mask, dilation=3)
 
 A PLE convolution left unfused runs on a row with its history's length of zeros in front of every document.
-This pass is part of the meaning of the graph: if it fails, the compile fails (`GraphPass.required`).
+This pass is part of the meaning of the graph: if it fails, the compile fails (`GraphPass.required`). So it does where
+one trace reaches it in pieces, and the boundaries stand in another piece than what must be given them: a checkpoint
+region of its own, or a part of the graph that DistributedDataParallel compiles by buckets.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
+from torch._guards import TracingContext
 from torch.utils._pytree import tree_map_only
 
 from .matching import where_of
@@ -43,6 +48,28 @@ _TOKEN_ARGUMENTS = {
 }
 # The argument whose shape the (first) output has.
 _SHAPED_LIKE = {_RULE: "v", _CONV: "x", _PLE: "hidden"}
+
+
+@dataclass
+class _Pieces:
+    """What the pieces of one trace have shown so far; a name is that of a node or a place, for the message."""
+
+    boundaries: str = ""
+    marked: bool = False
+    unwired: str = ""
+    unpacked_rule: str = ""
+
+    def check(self) -> None:
+        leaking = self.unwired or (self.unpacked_rule if self.marked else "")
+        if self.boundaries and leaking:
+            raise NotImplementedError(
+                f"packed documents would mix in {leaking}: {self.boundaries} stands in another piece of the graph. "
+                "Put a checkpoint around the whole decoder layer; under DistributedDataParallel set "
+                "torch._dynamo.config.optimize_ddp = False, which compiles a graph in one piece"
+            )
+
+
+_pieces_of: WeakKeyDictionary[TracingContext, _Pieces] = WeakKeyDictionary()
 
 
 def _op_name(node: fx.Node) -> str:
@@ -100,6 +127,13 @@ class Emitter:
         return node
 
 
+def _is_part() -> bool:
+    """Whether DistributedDataParallel is handing the graph over in parts, one a bucket."""
+    if not torch.distributed.is_available() or torch._dynamo.utils.get_optimize_ddp_mode() != "ddp_optimizer":
+        return False
+    return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None
+
+
 def _from_a_caller(mark: fx.Node) -> bool:
     """Whether position ids come from an integer input; the model's own `arange` marks no documents."""
     seen, stack = set(), [mark]
@@ -109,7 +143,9 @@ def _from_a_caller(mark: fx.Node) -> bool:
             continue
         seen.add(node)
         value = value_of(node)
-        if node.op == "placeholder" and value is not None and not value.dtype.is_floating_point:
+        # A part of a graph split by buckets also has inputs that an earlier part made: those have no source.
+        given = node.op == "placeholder" and (hasattr(node, "_dynamo_source") or not _is_part())
+        if given and value is not None and not value.dtype.is_floating_point:
             return True
         stack.extend(node.all_input_nodes)
     return False
@@ -176,12 +212,15 @@ def _pack(node: fx.Node, boundaries: fx.Node) -> None:
         output.replace_all_uses_with(shaped, delete_user_cb=lambda user, shaped=shaped: user is not shaped)
 
 
-def _take_marks(gm: fx.GraphModule, ctx: PassContext) -> None:
+def _take_marks(gm: fx.GraphModule, ctx: PassContext, pieces: _Pieces) -> None:
     """Position-id boundaries that nothing uses yet go to the layers, or away."""
     for mark in _nodes(gm.graph, _MARK):
         if mark.users:
             continue
-        if _from_a_caller(mark) and _spread(gm, mark):
+        from_a_caller = _from_a_caller(mark)
+        if from_a_caller:
+            pieces.boundaries, pieces.marked = f"%{mark.name}", True
+        if from_a_caller and _spread(gm, mark):
             ctx.records.rewrites.append(Rewrite(PASS_NAME, "document_boundaries", where_of(mark), "position_ids"))
         else:
             gm.graph.erase_node(mark)
@@ -284,15 +323,30 @@ def _space_documents(conv: fx.Node, boundaries: fx.Node, rule: fx.Node) -> None:
     conv.graph.erase_node(conv)
 
 
+def _note_rules(gm: fx.GraphModule, pieces: _Pieces) -> None:
+    for rule in _nodes(gm.graph, _RULE):
+        boundaries = _argument(rule, "cu_seqlens")
+        if isinstance(boundaries, fx.Node):
+            pieces.boundaries = pieces.boundaries or f"%{boundaries.name}"
+        else:
+            pieces.unpacked_rule = pieces.unpacked_rule or where_of(rule)
+
+
 def run(gm: fx.GraphModule, ctx: PassContext) -> None:
-    _take_marks(gm, ctx)
+    trace = TracingContext.try_get()
+    pieces = _Pieces() if trace is None else _pieces_of.setdefault(trace, _Pieces())
+    _take_marks(gm, ctx, pieces)
+    _note_rules(gm, pieces)
     for kind, node in list(_anchors(gm.graph)):
         order = {n: i for i, n in enumerate(gm.graph.nodes)}
         found = _boundaries_for(node, _nodes(gm.graph, _RULE), order)
-        if found is None or (kind == "ple" and _argument(node, "cu_seqlens") is not None):
+        if kind == "ple" and _argument(node, "cu_seqlens") is not None:
+            continue
+        where = where_of(node)
+        if found is None:
+            pieces.unwired = pieces.unwired or where
             continue
         boundaries, rule = found
-        where = where_of(node)
         if kind == "ple":
             _early_enough(boundaries, node, order)
             _pack(node, boundaries)
@@ -303,6 +357,7 @@ def run(gm: fx.GraphModule, ctx: PassContext) -> None:
             _early_enough(boundaries, node, order)
             _space_documents(node, boundaries, rule)
         ctx.records.rewrites.append(Rewrite(PASS_NAME, kind, where, f"%{boundaries.name}"))
+    pieces.check()
 
 
 PASS = GraphPass(PASS_NAME, "dynamo", run, required=True)

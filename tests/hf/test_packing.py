@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from hf import tiny
 from hf.capture import Capture, fresh
@@ -177,3 +183,60 @@ def test_more_documents_than_marks_have_room_for_raise():
 def test_bad_marks_are_named(index: torch.Tensor, kind: str, error: str):
     with pytest.raises((ValueError, TypeError), match=error):
         torch.ops.ple_gdn.document_boundaries(index, kind=kind)
+
+
+@pytest.fixture
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A group of one rank, with buckets that end inside a layer as real ones do at real sizes."""
+    monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 3000)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def compiled_under_ddp(how: str, capture: Capture) -> tuple[nn.Module, nn.Module]:
+    model = tiny.build(**tiny.TWO_LAYERS)
+    tiny.compile_model(model, how, capture)
+    return model, DistributedDataParallel(model, bucket_cap_mb=0.01)
+
+
+def packed_step(model: nn.Module, wrapped: nn.Module, kind: str) -> tiny.Step:
+    model.zero_grad()
+    return tiny.step(wrapped, tiny.tokens(1, TOKENS), positions(TWO) == 0, **arguments(kind, TWO))
+
+
+@pytest.mark.parametrize(
+    ("how", "kind"), [("layers", "cu_seq_lens_q"), ("whole", "cu_seq_lens_q"), ("whole", "position_ids")]
+)
+def test_buckets_that_cut_boundaries_off_a_stateful_part_fail_the_compile(small_buckets: None, how: str, kind: str):
+    model, wrapped = compiled_under_ddp(how, Capture())
+    with pytest.raises(BackendCompilerFailed, match=r"packed documents would mix in .*optimize_ddp = False"):
+        packed_step(model, wrapped, kind)
+
+
+@pytest.mark.parametrize(("how", "kind"), [("layers", "cu_seq_lens_q"), ("whole", "position_ids")])
+def test_the_remedy_under_ddp_keeps_documents_apart(small_buckets: None, how: str, kind: str):
+    model, wrapped = compiled_under_ddp(how, Capture())
+    alone = tiny.step_alone(tiny.build(**tiny.TWO_LAYERS), documents_of(tiny.tokens(1, TOKENS), TWO))
+    with torch._dynamo.config.patch(optimize_ddp=False):
+        packed = packed_step(model, wrapped, kind)
+    assert_as_alone((packed[0], {n.removeprefix("module."): g for n, g in packed[1].items()}), alone)
+
+
+def test_rows_that_are_no_packs_train_in_buckets(small_buckets: None):
+    capture, ids = Capture(), tiny.tokens(2, TOKENS)
+    eager = tiny.step(tiny.build(**tiny.TWO_LAYERS), ids)
+    _, wrapped = compiled_under_ddp("whole", capture)
+    logits, gradients = tiny.step(wrapped, ids)
+    assert len(capture.graphs) > 3
+    assert_as_alone((logits, {n.removeprefix("module."): g for n, g in gradients.items()}), eager)
+
+
+@pytest.mark.parametrize("part", ["linear_attn", "ple"])
+def test_a_checkpoint_between_ple_and_its_chunk_rule_fails_the_compile(part: str):
+    model = tiny.build(**tiny.TWO_LAYERS)
+    module = next(getattr(layer, part) for layer in model.model.layers if layer.ple is not None)
+    module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+    tiny.compile_model(model, "layers", Capture())
+    with pytest.raises(BackendCompilerFailed, match="checkpoint around the whole decoder layer"):
+        packed_step(model, model, "cu_seq_lens_q")
