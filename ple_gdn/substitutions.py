@@ -27,7 +27,7 @@ Tensor = torch.Tensor
 
 HEAD_WIDTHS = range(16, 257, 16)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-DEVICES = ("cpu", "cuda")
+DEVICES = ("cpu", "cuda", "meta")  # meta: `explain` of a model that is nowhere yet
 
 # Keyword arguments of a transformers forward that say nothing to the chunk rule or to the convolution: transformers'
 # own wrapper drops them. Their values are never looked at (an int such as max_length_q would be guarded: a recompile

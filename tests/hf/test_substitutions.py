@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import ple_gdn
 from hf import tiny
 from hf.capture import Capture, fresh
 from ple_gdn.substitutions import HF_FAMILIES, SUBSTITUTIONS, install_substitutions
@@ -98,6 +99,18 @@ def test_ten_lengths_need_at_most_four_graphs():
         for length in (128, 130, 192, 200, 256, 300, 384, 511, 512, 1024):
             model(input_ids=tiny.tokens(1, length), use_cache=False)
     assert len(capture.graphs) <= 4
+
+
+def test_a_packed_model_of_the_meta_device_is_explained_as_a_real_one():
+    def explained(device: str) -> str:
+        model, ids = tiny.build(**tiny.TWO_LAYERS).to(device), tiny.tokens(1, 40).to(device)
+        boundaries = torch.tensor([0, 7, 40], dtype=torch.int32, device=device)
+        return str(ple_gdn.explain(model, input_ids=ids, labels=ids, use_cache=False, cu_seq_lens_q=boundaries))
+
+    real = explained("cpu")
+    for part in ("gated_delta_rule", "causal_conv1d", "tapes: 2"):
+        assert part in real
+    assert explained("meta") == real
 
 
 def test_checkpointing_keeps_one_rule_per_layer():
