@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .validation import check_dtype, check_rank, check_tensor
 
@@ -42,13 +43,13 @@ def prepare_varlen(cu_seqlens: torch.Tensor) -> Packing:
         TypeError: not a tensor, a DTensor, or not int32/int64.
         ValueError: not one-dimensional, empty, not starting at 0 or decreasing. Values are read on the CPU only; on
             CUDA a bad value trips a device-side assert, without a synchronisation. Inside `torch.compile` the values
-            are left to the ops that receive the result.
+            are left to the ops that receive the result; a fake tensor has none.
     """
     if isinstance(cu_seqlens, Packing):
         return cu_seqlens
     check_tensor("cu_seqlens", cu_seqlens)
     check_index_vector("cu_seqlens", cu_seqlens)
-    if not torch.compiler.is_compiling():
+    if not (torch.compiler.is_compiling() or isinstance(cu_seqlens, FakeTensor)):
         if cu_seqlens.device.type == "cpu":
             read_boundaries(cu_seqlens)
         else:
@@ -60,7 +61,8 @@ def prepare_varlen(cu_seqlens: torch.Tensor) -> Packing:
 
 def chunk_offsets_of(cu_seqlens: torch.Tensor) -> torch.Tensor:
     """`[N + 1]` exclusive cumulative sum of ceil(length / 64), in the dtype of `cu_seqlens`; no host read."""
-    chunks = (cu_seqlens.diff() + (CHUNK - 1)).div(CHUNK, rounding_mode="floor")
+    # Not (length + 63) / 64, which passes 2^31 in int32 where the length is near it.
+    chunks = (cu_seqlens.diff() - 1).div(CHUNK, rounding_mode="floor") + 1
     return torch.nn.functional.pad(chunks.cumsum(0, dtype=cu_seqlens.dtype), (1, 0))
 
 

@@ -287,10 +287,10 @@ def gated_delta_rule(
         q: `[B, T, H, K]` float32, bfloat16 or float16 (float64 on the CPU); K is 16 to 256 in steps of 16.
         k: as q. Its rows must have norm at most 1, or pass `use_qk_l2norm=True`: not checked.
         v: `[B, T, HV, V]`, q's dtype; HV is a multiple of H, V as K but independent of it.
-        g: `[B, T, HV]` float32, natural log of the decay, at most 0. Values below -88 count as -88.
-        beta: `[B, T, HV]`, any float dtype, in [0, 2]; used in fp32 as given, like g.
+        g: `[B, T, HV]` float32 (float64 with float64 q), log of the decay, at most 0. Values below -88 count as -88.
+        beta: `[B, T, HV]`, float32, bfloat16 or float16 (float64 with float64 q), in [0, 2]; used in fp32 as given.
         scale: factor of q; default `K ** -0.5`.
-        initial_state: `[N, HV, K, V]` float32, N documents (B without `cu_seqlens`); default zero. Differentiable.
+        initial_state: `[N, HV, K, V]`, g's dtype, N documents (B without `cu_seqlens`); default zero. Differentiable.
         output_final_state: also return the state after the last token of every document.
         use_qk_l2norm: divide q and k by `sqrt(sum(x^2) + 1e-6)` over the head width, inside the op.
         cu_seqlens: boundaries of the documents packed in the one row (B = 1), `[N + 1]` int32 or int64, or the
@@ -307,10 +307,11 @@ def gated_delta_rule(
             written without a trace in autograd or in the schema. Nothing else may read it, and no two calls may use it
             at once.
         cp: a prepared `KcpContext`: the inputs are this rank's shard of its pack, `initial_state` the whole pack's;
-            the final state is nonzero for documents that end on this rank. Then `cu_seqlens` must be None.
+            the final state is nonzero for documents that end on this rank. Then `cu_seqlens` must be None, and q not
+            float64.
 
     Returns:
-        `o` `[B, T, HV, V]` in q's dtype, and the final state `[N, HV, K, V]` float32 or None.
+        `o` `[B, T, HV, V]` in q's dtype, and the final state `[N, HV, K, V]` in g's dtype or None.
 
     Raises:
         TypeError: a dtype or type that is not listed above, a DTensor included.

@@ -357,6 +357,8 @@ def _pack(
             raise TypeError(f"cp: expected a KcpContext from build_kcp_context, got {type(cp).__name__}")
         if cp.heads is None:
             raise ValueError("cp: expected a prepared context; call ctx.prepare(H, HV) first")
+        if cp.heads != (H, HV):
+            raise ValueError(f"cp: expected the (H, HV) = {cp.heads} it was prepared for, got {(H, HV)}")
         if tokens is not None:
             raise ValueError(f"tokens: expected None with cp=, whose shard has its own rows, got {tokens}")
         return cp.local_tokens, len(cp.plan.segments)

@@ -158,7 +158,7 @@ def build_kcp_context(
 
     Raises:
         TypeError: part is not a Partition, group not a process group, rank or sm_count not an int, device neither a
-            torch.device nor a name.
+            torch.device nor a name or index of one.
         ValueError: rank or group size that does not fit the partition, an unknown rule, exchange or device.
     """
     check_partition(part)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from ..validation import check_int
-from ..varlen import Packing
+from ..varlen import Packing, check_index_vector
 
 CHUNK = 64
 LAYOUTS = ("contiguous", "zigzag", "zigzag_per_document")
@@ -127,11 +127,7 @@ def _boundaries(cu_seqlens: torch.Tensor | Packing | Sequence[int]) -> tuple[int
     if isinstance(cu_seqlens, Packing):
         cu_seqlens = cu_seqlens.cu_seqlens
     if isinstance(cu_seqlens, torch.Tensor):
-        if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
-            raise TypeError(
-                f"cu_seqlens: expected a 1-D int32 or int64 tensor, got {cu_seqlens.dtype} of shape "
-                f"{tuple(cu_seqlens.shape)}"
-            )
+        check_index_vector("cu_seqlens", cu_seqlens)
         if cu_seqlens.is_meta:
             raise ValueError("cu_seqlens: expected a tensor with values, got one on the meta device")
         cu_seqlens = cu_seqlens.tolist()

@@ -25,6 +25,11 @@ CASES = {
         ValueError,
         "cu_seqlens: expected a tensor with values, got one on the meta device",
     ),
+    "workspace of other heads": (
+        lambda: ple_gdn.gdn_workspace_bytes(None, 2, 2, 16, 16, dtype=torch.float32, cp=READY),
+        ValueError,
+        "cp: expected the .H, HV. = .2, 4. it was prepared for, got .2, 2.",
+    ),
     "text boundaries": (
         lambda: ple_gdn.kcp_partition("012", 2),
         TypeError,

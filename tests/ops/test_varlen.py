@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 import ple_gdn
 from ple_gdn.ops import varlen
@@ -14,6 +15,18 @@ def test_chunk_offsets_count_whole_and_partial_chunks_of_every_document() -> Non
     assert packing.chunk_offsets.tolist() == [0, 0, 1, 2, 3, 5, 5]
     assert packing.chunk_offsets.dtype == torch.int32
     assert isinstance(packing, ple_gdn.Packing)
+
+
+def test_documents_up_to_the_largest_int32_have_their_chunks() -> None:
+    most = 2**31 - 1
+    packing = ple_gdn.prepare_varlen(torch.tensor([0, 1, 1, most], dtype=torch.int32))
+    assert packing.chunk_offsets.tolist() == [0, 1, 1, 1 + 2**25]
+
+
+def test_fake_boundaries_have_fake_metadata() -> None:
+    with FakeTensorMode():
+        packing = ple_gdn.prepare_varlen(torch.empty(4, dtype=torch.int32))
+    assert (packing.chunk_offsets.shape, packing.chunk_offsets.dtype) == ((4,), torch.int32)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
