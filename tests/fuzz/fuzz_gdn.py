@@ -209,18 +209,9 @@ def _make(source: Source, name: str, sizes: dict[str, int], structure: Structure
     for n in wanted:
         given[n].requires_grad_()
         leaves[n].requires_grad_()
-    return Case(
-        *(
-            source,
-            f"{name} {str(dtype)[6:]} {kind}",
-            given,
-            leaves,
-            options,
-            _packing(source, boundaries, structure),
-            boundaries,
-        ),
-        *(wanted, use_o, use_state),
-    )
+    packing = _packing(source, boundaries, structure)
+    name = f"{name} {str(dtype)[6:]} {kind}"
+    return Case(source, name, given, leaves, options, packing, boundaries, wanted, use_o, use_state)
 
 
 def _outputs(case: Case, o: Tensor, final_state: Tensor | None) -> list[Tensor]:
