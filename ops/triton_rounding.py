@@ -33,10 +33,20 @@ def reciprocal(x):
 
 
 @triton.jit
-def quarter_over_sigmoid(y):
-    """.25 (1 + exp(-y)): at most 2^126 where exp(-y) is finite, so that its `reciprocal` is normal; at y = -88 that of
-    1 + exp(-y) is 6e-39 and would be 0. The bits are those of 1 + exp(-y), times .25."""
-    return tl.fma(tl.exp2(y * MINUS_LOG2_E), 0.25, 0.25)
+def _four_sigmoids(y):
+    """1 / (.25 (1 + exp(-y))): of at most 2^126 where exp(-y) is finite, so this is normal. That of 1 + exp(-y) is
+    6e-39 at y = -88 and would be 0; the bits are the same otherwise, times 4."""
+    return reciprocal(tl.fma(tl.exp2(y * MINUS_LOG2_E), 0.25, 0.25))
+
+
+@triton.jit
+def sigmoid(y):
+    return 0.25 * _four_sigmoids(y)
+
+
+@triton.jit
+def silu(y):
+    return y * 0.25 * _four_sigmoids(y)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from ..ple.kernels_common import _boundaries_are_bad, _channels, _row_offset
-from ..triton_rounding import quarter_over_sigmoid, reciprocal, rounded, widened
+from ..triton_rounding import rounded, silu, widened
 
 # What the documents are: all rows, the rows of each batch element, or as `cu_seqlens` says.
 ONE_DOCUMENT = tl.constexpr(0)
@@ -159,7 +159,7 @@ def _walk(
         for i in tl.static_range(R):
             out = _convolve(window, taps, bias, i, K, HAS_BIAS, DTYPE)
             if SILU:
-                out = out * 0.25 * reciprocal(quarter_over_sigmoid(out))
+                out = silu(out)
             offset = (at + i).to(tl.int64) * D
             tl.store(y + c + offset, out.to(DTYPE).to(y.dtype.element_ty), mask=_channels(c, at + i < end, D))
         ring = _tail(window, K - 1, R)

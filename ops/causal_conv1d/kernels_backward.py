@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..triton_rounding import quarter_over_sigmoid, reciprocal, rounded
+from ..triton_rounding import rounded, sigmoid
 from .kernels import (
     PACKED,
     _channels,
@@ -44,8 +44,8 @@ def _before_activation(
     """g, rounded to DTYPE, of row K - 1 + i of `window` from its dy."""
     if SILU:
         y = _convolve(window, taps, bias, i, K, HAS_BIAS, DTYPE)
-        sigmoid = 0.25 * reciprocal(quarter_over_sigmoid(y))
-        return rounded(dy * sigmoid * tl.fma(y, 1.0 - sigmoid, 1.0), DTYPE)
+        share = sigmoid(y)
+        return rounded(dy * share * tl.fma(y, 1.0 - share, 1.0), DTYPE)
     return dy
 
 

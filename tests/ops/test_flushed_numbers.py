@@ -16,6 +16,7 @@ from triton.language.extra import libdevice  # noqa: E402
 
 from ple_gdn.ops.ple.kernels_backward import _silu_gradient  # noqa: E402
 from ple_gdn.ops.ple.kernels_common import _scaled_sigmoid, _sigmoid  # noqa: E402
+from ple_gdn.ops.triton_rounding import rounded, sigmoid, silu  # noqa: E402
 
 MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
 
@@ -28,6 +29,14 @@ def ple_kernel(x, y, SIZE: tl.constexpr):
     tl.store(y + i, z * _scaled_sigmoid(z))
     tl.store(y + SIZE + i, _silu_gradient(z) * MINUS_LOG2_E)
     tl.store(y + 2 * SIZE + i, _sigmoid(value))
+
+
+@triton.jit
+def convolution_kernel(x, y, SIZE: tl.constexpr):
+    i = tl.program_id(0) * 128 + tl.arange(0, 128)
+    value = tl.load(x + i)
+    tl.store(y + i, rounded(silu(value), tl.bfloat16))
+    tl.store(y + SIZE + i, sigmoid(value))
 
 
 @triton.jit
@@ -64,6 +73,17 @@ def test_ple_s_silu_its_gradient_and_sigmoid_are_those_of_float64_down_to_where_
     for got, want in zip(run(ple_kernel, y, 3), (wide * s, s * (1 + wide * (1 - s)), s), strict=True):
         # -88 * 6e-39 is a normal number, of a sigmoid that is none and has 21 bits. silu' has a zero at -1.28.
         assert ((got - want).abs() <= 1e-5 * want.abs() + 1e-7 * s + 1e-45).all()
+
+
+def test_every_bf16_code_has_atens_silu_and_fp32_its_sigmoid_in_the_convolution() -> None:
+    codes = torch.arange(-32768, 32768).to(torch.int16).view(torch.bfloat16).float()
+    silus, shares = run(convolution_kernel, codes, 2)
+    expected = (codes / (1 + torch.exp(-codes))).bfloat16()
+    different = (silus.bfloat16() != expected) & ~(silus.isnan() & expected.isnan())
+    assert different.sum() == 0, codes[different]
+    want = codes.double().sigmoid()
+    held = (codes >= -88.5) & codes.isfinite()
+    assert ((shares - want).abs() <= 1e-5 * want + 1e-45)[held].all()
 
 
 def test_ple_s_functions_at_infinities_and_past_the_range_of_exp() -> None:
