@@ -11,6 +11,7 @@ right whatever Inductor fuses in front of it; a value that is rounded already do
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
@@ -97,13 +98,13 @@ def _divide(device: torch.device, x: Any, y: Any) -> Any:
 def _quotient(x: Any, y: Any) -> Any | None:
     """`x / y` of 16-bit values on NVIDIA as ATen's kernels compute it, None for the calls that Inductor's own serves.
 
-    A number: the product with its reciprocal, both rounded to fp32, where Inductor rounds the exact reciprocal once
-    (x / 0.001: 500 codes of BF16 and 208 of FP16 differ). A tensor: IEEE division.
+    A number: the product with its reciprocal, rounded once to fp32 (x / 0.001 is 1000 x; with the reciprocal of the
+    rounded number 500 codes of BF16 and 208 of FP16 would differ). A tensor: IEEE division.
     """
     if not isinstance(x, ir.TensorBox) or x.get_dtype() not in LOW_PRECISION or not _is_nvidia(x.get_device()):
         return None
     if isinstance(y, (int, float)):
-        factor = torch.tensor(y, dtype=torch.float32).reciprocal().item()
+        factor = math.copysign(math.inf, y) if y == 0 else 1.0 / y
         return _pointwise(lambda value: ops.mul(value, ops.constant(factor, torch.float32)), x.get_dtype(), (x,))
     if not isinstance(y, ir.TensorBox) or (y.get_dtype(), y.get_device()) != (x.get_dtype(), x.get_device()):
         return None

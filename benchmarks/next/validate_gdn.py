@@ -6,7 +6,7 @@ Each variant is this repository with some patches applied, in a folder of its ow
 same time in processes of their own: every pinned configuration of the gated delta rule that their patches touch,
 against the float64 token recurrence, adversarial gates and keys, equal bits of ten runs, tapes kept and replayed.
 Variants with new synchronisation begin with one small case, and are dropped if it fails or hangs. Then one variant
-after the other is timed, and the convolution tested. The table comes last; a `!` marks an error over its budget.
+after the other is timed. The table comes last; a `!` marks an error over its budget.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ ROOT = Path(__file__).parents[2]
 NEXT = Path(__file__).parent
 VARIANTS = {
     "main": (),
+    "old": ("old",),
     "piece norms": ("gdn_piece_norms",),
     "walk_stages": ("walk_stages",),
     "walk_ahead": ("walk_stages", "walk_ahead"),
 }
 # Variants that change Hopper kernels alone: fewer classes to check, after one small case that may hang.
 HOPPER: tuple[str, ...] = ("walk_stages", "walk_ahead")
-SMOKE_SECONDS, CHECK_SECONDS, TIME_SECONDS, TEST_SECONDS, BENCH_SECONDS = 70, 185, 40, 60, 30
+SMOKE_SECONDS, CHECK_SECONDS, TIME_SECONDS = 70, 185, 40
 # (dtype, K, V): every row of configs.TABLE, and widths that are padded.
 CLASSES = (
     *(("bfloat16", w, w) for w in (128, 16, 32, 64, 256)),
@@ -219,21 +220,6 @@ def clock() -> None:
         print(json.dumps({name: row}), flush=True)
 
 
-def convolution(out: Path | None) -> str:
-    """The convolution's CUDA tests (first) and its benchmark (after them)."""
-    bench = [sys.executable, str(ROOT / "benchmarks/bench_causal_conv1d.py"), "--repeats", "10"]
-    bench += [] if out is None else ["--out", str(out / "causal_conv1d.json")]
-    tests = [sys.executable, "-P", "-m", "pytest", "-q", str(ROOT / "tests/cuda/test_causal_conv1d_cuda.py")]
-    lines = []
-    for command, seconds in ((tests, TEST_SECONDS), (bench, BENCH_SECONDS)):
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, cwd=ROOT)
-            lines += (done.stdout + done.stderr).strip().splitlines()[-8:]
-        except subprocess.TimeoutExpired:
-            lines.append(f"{command[-1]}: out of time")
-    return "\n".join(lines)
-
-
 def report(checks: dict[str, dict], times: dict[str, dict]) -> None:
     print("\nworst error over its budget (1.00 = at the budget; =: every bit of main's)")
     first = checks.get("main", {})
@@ -301,10 +287,8 @@ def main() -> None:
             name: finish(start(copy, "--worker", "clock"), time.monotonic() + TIME_SECONDS)
             for name, copy in copies.items()
         }
-    bench = convolution(args.out)
     if args.out:
         (args.out / "validate_gdn.json").write_text(json.dumps({"checks": checks, "times": times}, indent=1))
-    print(bench)
     report(checks, times)
 
 

@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
+    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
@@ -101,6 +102,28 @@ def start_state(
 
 
 @gluon.jit
+def keep_start(starts_ptr, S, turned, start, chunk, head, HV: gl.constexpr, LEG: gl.constexpr):
+    """The state in front of a leg."""
+    kept = gl.cast(start // (64 * LEG) - 1 + chunk // LEG, gl.int64)
+    gl.store(starts_ptr + (kept * HV + head) * 16384 + turned, S)
+
+
+@gluon.jit
+def store_state(
+    ht_ptr, starts_ptr, end_ptr, states_ptr, S, state, own, inside, turned, start, chunks, document, head, after,
+    HV: gl.constexpr, STORE_HT: gl.constexpr, SPAN: gl.constexpr, LEG: gl.constexpr, KIND: gl.constexpr,
+):  # fmt: skip
+    """The last state, where it is wanted."""
+    if KIND == 2 and after > 0:
+        gl.store(states_ptr + own + HV * 16384 + inside, S)
+    elif STORE_HT and after == 0:
+        gl.store(ht_ptr + state + inside, S)
+    if SPAN and LEG:  # noqa: SIM102 (a constexpr guards a load)
+        if gl.load(end_ptr + document) == -3:
+            keep_start(starts_ptr, S, turned, start, chunks, head, HV, LEG)
+
+
+@gluon.jit
 def send_last(
     o_desc, o_ptr, o_tile, O_low, delta_desc, delta_ptr, delta_tile, delta_low,
     start, length, chunks, first, column,
@@ -146,6 +169,9 @@ def walk(
         h0_ptr, starts_ptr, source_ptr, states_ptr, state, own, inside, turned, document, head, before,
         HV, HAS_H0, SPAN, KIND,
     )  # fmt: skip
+    if OUTPUT:
+        O = warpgroup_mma_init(gl.zeros([64, 64], gl.float32, NARROW))
+        S_low = S.to(dtype)
     O_low = gl.zeros([64, 64], dtype, NARROW)
     delta_low = gl.zeros([64, 64], dtype, NARROW)
     for i in range(chunks):
@@ -153,19 +179,31 @@ def walk(
         valid = gl.minimum(length - i * 64, 64)
         slot = i % STAGES
         k, v, x = k_tiles.index(slot), v_tiles.index(slot), x_tiles.index(slot)
-        if LEG:  # noqa: SIM102 (a constexpr guards a store)
-            if ((i > 0) | (before > 0)) & (i % LEG == 0):
-                kept = gl.cast(start // (64 * LEG) - 1 + i // LEG, gl.int64)
-                gl.store(starts_ptr + (kept * HV + head) * 16384 + turned, S)
-        S_low = S.to(dtype)
         mbarrier.wait(state_full.index(slot), i // STAGES & 1)
         if valid < 64:
             clear_rows(k, valid, 128)
             clear_rows(v, valid, 64)
             clear_rows(x, valid, 64)
+        if OUTPUT:
+            # The last chunk's: its product runs beside the rounding of S.
+            O_last = warpgroup_mma_wait(0, deps=[O])
+        if LEG:  # noqa: SIM102 (a constexpr guards a store)
+            if ((i > 0) | (before > 0)) & (i % LEG == 0):
+                keep_start(starts_ptr, S, turned, start, i, head, HV, LEG)
+        if not OUTPUT:
+            S_low = S.to(dtype)
         zero = gl.zeros([64, 64], gl.float32, NARROW)
         left = gl.convert_layout(S_low, NARROW_LEFT)
         KS = warpgroup_mma(left, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+        start_staging()
+        if OUTPUT:
+            mbarrier.arrive(output_empty.index((i + OUTPUT_STAGES - 1) % OUTPUT_STAGES), count=1, pred=i > 0)
+        if STORE_H:
+            h_tile.permute((1, 0)).store(S_low)
+            delta_tile.permute((1, 0)).store(delta_low)
+        if OUTPUT:
+            o_tile.permute((1, 0)).store(O_last.to(dtype))
+        end_staging()
         if OUTPUT:
             out_slot = i % OUTPUT_STAGES
             q, p = q_tiles.index(out_slot), p_tiles.index(out_slot)
@@ -173,13 +211,6 @@ def walk(
             if valid < 64:
                 clear_rows(q, valid, 128)
             QS = warpgroup_mma(left, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-        start_staging()
-        if STORE_H:
-            h_tile.permute((1, 0)).store(S_low)
-            delta_tile.permute((1, 0)).store(delta_low)
-        if OUTPUT:
-            o_tile.permute((1, 0)).store(O_low)
-        end_staging()
         if STORE_H:
             copy_out(h_desc, [((first + i) * HV + head) * 128, split * 64], h_tile)
         if i > 0:
@@ -190,10 +221,7 @@ def walk(
         beta = rows_tiles.index(slot * 4).load(ACROSS)
         k_start = rows_tiles.index(slot * 4 + 1).load(ACROSS)
         V = v.permute((1, 0)).load(NARROW).to(gl.float32)
-        if OUTPUT:
-            KS = warpgroup_mma_wait(1, deps=[KS])
-        else:
-            KS = warpgroup_mma_wait(0, deps=[KS])
+        KS = warpgroup_mma_wait(1 if OUTPUT else 0, deps=[KS])
         E = V - k_start[None, :] * KS
         high, rounded = round_twice(beta[None, :] * E, dtype)
         left = gl.convert_layout(high, NARROW_LEFT)
@@ -201,8 +229,7 @@ def walk(
         S = S * chunk_decay(rows_tiles.index(slot * 4 + 3))
         k_end = rows_tiles.index(slot * 4 + 2).load(ACROSS)
         if OUTPUT:
-            QS = warpgroup_mma_wait(1, deps=[QS])
-            O = QS * starts.index(out_slot).load(ACROSS)[None, :]
+            O = warpgroup_mma_wait(1, deps=[QS]) * starts.index(out_slot).load(ACROSS)[None, :]
         # Puts the ordinary reads of v and the row factors before the copies that overwrite them once released.
         fence_async_shared()
         mixed = warpgroup_mma_wait(0, deps=[mixed])
@@ -228,22 +255,19 @@ def walk(
         thread_barrier()
         mbarrier.arrive(state_empty.index(slot), count=1)
         if OUTPUT:
-            O_low = warpgroup_mma_wait(0, deps=[O]).to(dtype)
-            thread_barrier()
-            mbarrier.arrive(output_empty.index(out_slot), count=1)
+            # Not where it is used: behind the wait for O none of it would run beside that product.
+            S_low = S.to(dtype)
+    if OUTPUT:
+        O_low = warpgroup_mma_wait(0, deps=[O]).to(dtype)
     if chunks > 0:
         send_last(
             o_desc, o_ptr, o_tile, O_low, delta_desc, delta_ptr, delta_tile, delta_low,
             start, length, chunks, first, column, HV, OUTPUT, STORE_H, SPAN,
         )  # fmt: skip
-    if KIND == 2 and after > 0:
-        gl.store(states_ptr + own + HV * 16384 + inside, S)
-    elif STORE_HT and after == 0:
-        gl.store(ht_ptr + state + inside, S)
-    if SPAN and LEG:  # noqa: SIM102 (a constexpr guards a load)
-        if gl.load(end_ptr + document) == -3:
-            kept = gl.cast(start // (64 * LEG) - 1 + chunks // LEG, gl.int64)
-            gl.store(starts_ptr + (kept * HV + head) * 16384 + turned, S)
+    store_state(
+        ht_ptr, starts_ptr, end_ptr, states_ptr, S, state, own, inside, turned, start, chunks, document, head, after,
+        HV, STORE_HT, SPAN, LEG, KIND,
+    )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["T", "chunks_per_row"])

@@ -33,13 +33,15 @@ def aligned(t: Tensor | None) -> Tensor | None:
 
 
 def stages(shared: bool) -> dict[str, int]:
-    """Two stages of every tile, or one of those that only the output needs and half the registers, so that two CTAs
-    share a multiprocessor. The order of sums, so every bit, is the same.
+    """Three stages of every tile; or two, one of those that only the output needs and half the registers, so that two
+    CTAs share a multiprocessor. The order of sums, so every bit, is the same.
 
     Sharing pays for a replay of more chains than multiprocessors (.60 shared, .73 ms alone, at 8x4096, 48 heads),
     but not for a forward (.60 and .54) or an adjoint walk (.84 and .67): those are bound by L2.
     """
-    return {"STAGES": 2, "OUTPUT_STAGES": 1 if shared else 2, "num_warps": 4, "maxnreg": 128 if shared else 152}
+    if shared:
+        return {"STAGES": 2, "OUTPUT_STAGES": 1, "num_warps": 4, "maxnreg": 128}
+    return {"STAGES": 3, "OUTPUT_STAGES": 3, "num_warps": 4, "maxnreg": 152}
 
 
 def forward_walk(

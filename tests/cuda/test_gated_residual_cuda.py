@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -167,17 +168,32 @@ def test_each_rounded_op_has_the_bits_of_eager_for_every_16_bit_code(dtype):
     assert [mismatches(a, b) for a, b in zip(actual, expected, strict=True)] == [0] * len(expected)
 
 
+DIVISORS = (0.001, 0.3, 3, 0.1, 7, -11, 128**0.5, math.pi, 1000, 1e-30, 0)
+
+
 @pytest.mark.parametrize("dtype", LOW)
 def test_functions_and_quotients_of_eager_all_have_the_bits_of_eager_for_every_16_bit_code(dtype):
     def fn(x, y):
         functions = [f(x) for f in (torch.tanh, torch.rsqrt, torch.ceil, torch.floor, torch.exp2)]
-        return (*functions, x / 0.001, x / 0.3, x / 3, x / y)
+        return (*functions, *[x / number for number in DIVISORS], x / y)
 
     codes = all_codes(dtype).cuda()
     compiled = torch.compile(fn, backend="ple_gdn", options={"rounding": "eager_all"})
     for shift in (1, 77, 12345):
         args = codes, codes.roll(shift)
-        assert [mismatches(a, b) for a, b in zip(compiled(*args), fn(*args), strict=True)] == [0] * 9
+        assert [mismatches(a, b) for a, b in zip(compiled(*args), fn(*args), strict=True)] == [0] * (6 + len(DIVISORS))
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("wide", [torch.float32, torch.float64])
+def test_scalar_tensors_of_other_types_have_the_bits_of_eager(dtype, device, wide):
+    def fn(x, scale):
+        return x * scale, x + scale, scale - x, x / scale, scale / x, (x > scale).to(x.dtype)
+
+    codes, scale = all_codes(dtype).cuda(), torch.tensor(0.001, dtype=wide, device=device)
+    compiled = torch.compile(fn, backend="ple_gdn", options={"rounding": "eager_all"})
+    assert [mismatches(a, b) for a, b in zip(compiled(codes, scale), fn(codes, scale), strict=True)] == [0] * 6
 
 
 @pytest.mark.parametrize("dtype", LOW)

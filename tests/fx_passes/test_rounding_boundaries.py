@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracles import gated_residual as oracle
-from oracles.gated_residual import mismatches
+from oracles.gated_residual import all_codes, mismatches
 from torch import nn
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
@@ -16,6 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextGatedResidual
 
 import ple_gdn
+from ple_gdn.lowerings.by_aten import by_aten
+
+aten = torch.ops.aten
 
 HIDDEN = 64
 CONFIG = SimpleNamespace(hc_count=4, hidden_size=HIDDEN, rms_norm_eps=1e-6, hc_lowrank=16)
@@ -229,6 +232,37 @@ def test_eager_all_gives_the_bits_of_eager_for_ops_that_are_taken_apart_and_name
     report = ple_gdn.last_report()
     assert not report.failures
     assert any(entry.startswith("aten.mse_loss_backward.default in") for entry in report.fallbacks)
+
+
+def with_scalar_tensors(x, scale):
+    pairs = [
+        f(*args) for f in (torch.mul, torch.add, torch.sub, torch.div, torch.atan2) for args in ((x, scale), (scale, x))
+    ]
+    chosen = (torch.maximum(x, scale), torch.where(x > scale, x, scale.to(x.dtype)), torch.clamp(x, min=scale))
+    return *pairs, *chosen, torch.addcmul(x, x, scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_eager_all_takes_0_dim_tensors_of_other_types_as_eager_does(dtype):
+    x = all_codes(dtype)
+    x = x[x.isfinite() & (x.abs() < 1e4)].requires_grad_()
+    for wide in (torch.float32, torch.float64):
+        scale = torch.tensor(0.301, dtype=wide)
+        eager = run(with_scalar_tensors, [x], x, scale)
+        with inductor_config.patch(fx_graph_cache=False):  # a cached graph's report has no entries
+            actual = run(compiled(with_scalar_tensors, "eager_all"), [x], x, scale)
+        assert fractions(actual, eager) == [0] * len(eager)
+        fallbacks = ple_gdn.last_report().fallbacks
+        assert any("aten.add.Tensor" in entry for entry in fallbacks), fallbacks
+
+
+def test_a_scalar_tensor_of_the_same_type_or_a_vector_is_fused():
+    x, same, vector = torch.randn(8, 4).bfloat16(), torch.tensor(0.3).bfloat16(), torch.randn(1)
+    assert not by_aten(aten.mul.Tensor, (x, same))
+    assert not by_aten(aten.mul.Tensor, (x, vector))
+    assert not by_aten(aten.mul.Tensor, (x, torch.tensor(3)))
+    assert not by_aten(aten.mul.Tensor, (x.float(), same))
+    assert by_aten(aten.mul.Tensor, (x, same.float()))
 
 
 def at_every_code(x, y):

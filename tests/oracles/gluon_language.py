@@ -48,7 +48,8 @@ def _language(machine: Machine, grid: int) -> types.SimpleNamespace:
 def _names(machine: Machine, grid: int) -> dict[str, Any]:
     """What a kernel's module knows besides `gl`."""
     barriers = types.SimpleNamespace(
-        init=machine.init, arrive=machine.arrive, expect=machine.expect, MBarrierLayout=lambda: "mbarrier",
+        init=machine.init, expect=machine.expect, MBarrierLayout=lambda: "mbarrier",
+        arrive=lambda barrier, count=1, pred=True: machine.arrive(barrier, count) if pred else None,
         wait=lambda barrier, parity: machine.wait(barrier.only(), int(parity)),
     )  # fmt: skip
     return {
@@ -56,6 +57,7 @@ def _names(machine: Machine, grid: int) -> dict[str, Any]:
         "tma": types.SimpleNamespace(store_wait=machine.store_wait),
         "fence_async_shared": lambda: None, "thread_barrier": machine.step, "copy_in": machine.copy_in,
         "copy_out": machine.copy_out, "warpgroup_mma": machine.mma, "warpgroup_mma_wait": machine.mma_wait,
+        "warpgroup_mma_init": lambda value: value,
     }  # fmt: skip
 
 
