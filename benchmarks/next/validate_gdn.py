@@ -24,15 +24,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 NEXT = Path(__file__).parent
-VARIANTS = {
-    "main": (),
-    "old": ("old",),
-    "piece norms": ("gdn_piece_norms",),
-    "walk_stages": ("walk_stages",),
-    "walk_ahead": ("walk_stages", "walk_ahead"),
-}
+VARIANTS: dict[str, tuple[str, ...]] = {"main": ()}
 # Variants that change Hopper kernels alone: fewer classes to check, after one small case that may hang.
-HOPPER: tuple[str, ...] = ("walk_stages", "walk_ahead")
+HOPPER: tuple[str, ...] = ()
 SMOKE_SECONDS, CHECK_SECONDS, TIME_SECONDS = 70, 185, 40
 # (dtype, K, V): every row of configs.TABLE, and widths that are padded.
 CLASSES = (

