@@ -267,11 +267,12 @@ def _run(gm: torch.fx.GraphModule, context: PassContext) -> None:
 PASS = GraphPass(name="rounding_boundaries", stage="joint", run=_run)
 
 
-class HideCasts(CustomGraphPass):
-    """Inductor's `joint_custom_pre_pass`: renames casts to 16 bits that are read again in fp32.
+class HideFromJointPasses(CustomGraphPass):
+    """Inductor's `joint_custom_pre_pass`: what its joint passes would simplify in 16 bits without eager's result.
 
-    Such a pair rounds on purpose, but a pattern of torch before 2.13 removes it from the joint graph. Under another
-    name the pattern does not see it; the joint pass gives the name back.
+    A cast to 16 bits that is read again in fp32 rounds on purpose, but a pattern of torch before 2.13 removes the pair:
+    under another name the pattern does not see it; the joint pass gives the name back. A product with the int 0 would
+    become zeros, without NaN or the sign of 0.
     """
 
     def __init__(self, key: str) -> None:
@@ -281,6 +282,10 @@ class HideCasts(CustomGraphPass):
         for node in list(_casts_read_in_fp32(graph)):
             source, dtype = node.args
             node.target, node.args, node.kwargs = aten._to_copy.default, (source,), {"dtype": dtype}
+        for target in (aten.mul.Tensor, aten.mul.Scalar):
+            for node in graph.find_nodes(op="call_function", target=target):
+                if _is_low(node.meta.get("val")):
+                    node.args = tuple(0.0 if isinstance(a, int) and a == 0 else a for a in node.args)
 
     def uuid(self) -> str:
         return self.key

@@ -29,6 +29,7 @@ OWN_FORMULA = frozenset(
         aten.lerp.Tensor,
         aten.addcmul.default,
         aten.addcdiv.default,
+        aten.atan2.default,
         aten.div.Tensor_mode,
         aten.fmod.Scalar,
         aten.fmod.Tensor,
@@ -128,7 +129,7 @@ def ops_by_aten() -> frozenset[torch._ops.OpOverload]:
 
 
 def _mixes_in_a_scalar_tensor(target: Any, args: Sequence[Any]) -> bool:
-    """A 16-bit tensor and a 0-dim tensor of another float type, which does not widen the result.
+    """A 16-bit tensor and a 0-dim tensor of another type (not bool), which does not widen the result.
 
     ATen takes such a scalar in fp32 or rounded to 16 bits, by op and by device: one in host memory beside CUDA tensors
     is not rounded, one on the GPU is; on the CPU sums round it (`x + s` in BF16: 520 of 65,536 codes), products do not.
@@ -136,7 +137,7 @@ def _mixes_in_a_scalar_tensor(target: Any, args: Sequence[Any]) -> bool:
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise not in target.tags:
         return False
     values = [a.meta.get("val") if isinstance(a, torch.fx.Node) else a for a in args]
-    tensors = [v for v in values if isinstance(v, torch.Tensor) and v.is_floating_point()]
+    tensors = [v for v in values if isinstance(v, torch.Tensor) and v.dtype != torch.bool]
     low = {t.dtype for t in tensors if t.dim() and t.dtype in LOW_PRECISION}
     return bool(low) and any(t.dim() == 0 and t.dtype not in low for t in tensors)
 

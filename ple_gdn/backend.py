@@ -78,7 +78,7 @@ class Compilation:
         joint = JointPasses(self.passes, PassContext(self.options, self.records), key, self.observer)
         patches = self._chained("joint_custom_post_pass", joint, self.last_joint_passes)
         if self.options.rounding != "fast":
-            patches |= self._chained("joint_custom_pre_pass", rounding_boundaries.HideCasts(key))
+            patches |= self._chained("joint_custom_pre_pass", rounding_boundaries.HideFromJointPasses(key))
             patches |= self._chained("post_grad_custom_pre_pass", rounding_boundaries.RoundMarkedNodes(key))
         numerics = {} if self.options.rounding == "fast" else EAGER_CONFIG
         return {**numerics, **self.inductor_options, **patches}

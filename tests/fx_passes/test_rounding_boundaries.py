@@ -260,9 +260,46 @@ def test_a_scalar_tensor_of_the_same_type_or_a_vector_is_fused():
     x, same, vector = torch.randn(8, 4).bfloat16(), torch.tensor(0.3).bfloat16(), torch.randn(1)
     assert not by_aten(aten.mul.Tensor, (x, same))
     assert not by_aten(aten.mul.Tensor, (x, vector))
-    assert not by_aten(aten.mul.Tensor, (x, torch.tensor(3)))
+    assert not by_aten(aten.mul.Tensor, (x, torch.tensor(True)))
+    assert by_aten(aten.mul.Tensor, (x, torch.tensor(3)))
     assert not by_aten(aten.mul.Tensor, (x.float(), same))
     assert by_aten(aten.mul.Tensor, (x, same.float()))
+
+
+INTEGERS = (0, 3, -257, 70000, 2**40)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_eager_all_rounds_integers_as_eager_does(dtype):
+    def fn(x, k):
+        numbers = [f(x) for n in INTEGERS for f in (lambda x: x * n, lambda x: x + n, lambda x: n - x, lambda x: x / n)]  # noqa: B023
+        tensors = (x * k, x + k, k - x, x / k, k / x, torch.where(x > k, x, k), torch.maximum(x, k), torch.atan2(k, x))
+        return (
+            *numbers,
+            *tensors,
+            *[t.long() * x for t in (x, k)],
+            x * torch.arange(x.numel()),
+            x * (k > 3),
+            x * k * 1.1,
+        )
+
+    x = all_codes(dtype)
+    x = torch.where(x.isfinite(), x, x.new_zeros(()))
+    generator = torch.Generator().manual_seed(0)
+    for integer in (torch.int64, torch.int32, torch.int16):
+        k = torch.randint(-30000, 30000, x.shape, generator=generator).to(integer)
+        actual, eager = compiled(fn, "eager_all")(x, k), fn(x, k)
+        assert [a.dtype for a in actual] == [b.dtype for b in eager]
+        assert [
+            int((a != b).logical_and(~(a.isnan() & b.isnan())).sum()) for a, b in zip(actual, eager, strict=True)
+        ] == [0] * len(eager)
+
+
+def test_eager_all_keeps_nan_and_signs_of_a_product_with_zero():
+    x = torch.tensor([float("nan"), float("inf"), -1.0, -0.0, 2.0]).bfloat16()
+    for zero in (0, 0.0, False):
+        actual, eager = compiled(lambda x, zero=zero: (x * zero, zero / x), "eager_all")(x), (x * zero, zero / x)
+        assert fractions(actual, eager) == [0, 0]
 
 
 def at_every_code(x, y):

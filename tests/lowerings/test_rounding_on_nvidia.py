@@ -58,3 +58,18 @@ def test_functions_take_subnormals_as_they_are_where_eager_s_bits_are_asked_for(
     assert patches(rounding="eager")[name] is patches(rounding="eager_all")[name] is patches()[name] is True
     assert name not in patches(rounding="fast")
     assert patches(**{name: False})[name] is False
+
+
+def test_an_integer_tensor_is_rounded_before_its_product_with_16_bits():
+    register_lowerings()
+    with FakeTensorMode():
+        x, k = torch.empty(8, dtype=torch.bfloat16, device="cuda"), torch.empty(8, dtype=torch.int64, device="cuda")
+        op = rounding.rounded_op(aten.mul.Tensor, x, k)
+        graph = GraphLowering(make_fx(lambda x, k: (op(x, k),))(x, k))
+        with V.set_graph_handler(graph):
+            graph.run(x, k)
+            body = graph.buffers[-1].data.inner_fn_str()
+    assert body.count("cvt.rn.bf16x2") == 2, body
+    product = next(line for line in body.splitlines() if " * " in line and "i0" not in line)
+    operands = re.findall(r"tmp\d+", product.split("=")[1])
+    assert any(f"{name} = ops.inline_asm_elementwise(" in body for name in operands), body
