@@ -128,8 +128,8 @@ def ops_by_aten() -> frozenset[torch._ops.OpOverload]:
     return OWN_FORMULA | UNTAGGED | {target for target in select_decomp_table() if _is_taken_apart(target)}
 
 
-def _mixes_in_a_scalar_tensor(target: Any, args: Sequence[Any]) -> bool:
-    """A 16-bit tensor and a 0-dim tensor of another type (not bool), which does not widen the result.
+def _mixes_in_a_scalar(target: Any, args: Sequence[Any]) -> bool:
+    """A 16-bit tensor and a size of a dynamic shape, or a 0-dim tensor of another type (not bool) that does not widen.
 
     ATen takes such a scalar in fp32 or rounded to 16 bits, by op and by device: one in host memory beside CUDA tensors
     is not rounded, one on the GPU is; on the CPU sums round it (`x + s` in BF16: 520 of 65,536 codes), products do not.
@@ -139,12 +139,13 @@ def _mixes_in_a_scalar_tensor(target: Any, args: Sequence[Any]) -> bool:
     values = [a.meta.get("val") if isinstance(a, torch.fx.Node) else a for a in args]
     tensors = [v for v in values if isinstance(v, torch.Tensor) and v.dtype != torch.bool]
     low = {t.dtype for t in tensors if t.dim() and t.dtype in LOW_PRECISION}
-    return bool(low) and any(t.dim() == 0 and t.dtype not in low for t in tensors)
+    symbolic = any(isinstance(v, (torch.SymInt, torch.SymFloat)) for v in values)
+    return bool(low) and (symbolic or any(t.dim() == 0 and t.dtype not in low for t in tensors))
 
 
 def by_aten(target: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = MappingProxyType({})) -> bool:
     """Whether this call is exact only as ATen's own kernel: see `ops_by_aten`, but squares, plain sums, ReLU."""
-    if _mixes_in_a_scalar_tensor(target, args):
+    if _mixes_in_a_scalar(target, args):
         return True
     if target is aten.pow.Tensor_Scalar:
         return args[1] != 2

@@ -349,7 +349,8 @@ def rounded_op(target: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> torc
     ATen takes a Python number for a tensor argument, other namespaces do not: such a call gets a variant whose argument
     is a Scalar.
     """
-    numbers = (i for i, value in enumerate(args) if isinstance(value, (int, float, torch.SymInt, torch.SymFloat)))
+    values = (a.meta.get("val") if isinstance(a, torch.fx.Node) else a for a in args)
+    numbers = (i for i, value in enumerate(values) if isinstance(value, (int, float, torch.SymInt, torch.SymFloat)))
     scalars = tuple(i for i in numbers if str(target._schema.arguments[i].type) == "Tensor")
     return _define(target, scalars, by_aten(target, args, kwargs))
 

@@ -25,7 +25,7 @@ from .kernels_forward import SCORE_FLOOR, _load_walk_row, _warm_up
 def _silu_gradient(z):
     """silu'(y) / -log2(e) of z = -log2(e) y, silu' = s (1 + y (1 - s)); finite for any finite y."""
     s = _eight_sigmoids(z)
-    # An eighth of -ln 2 - s / 8 and of 1, so that no product takes the 8 away: 1.7 % of forward and backward.
+    # An eighth of -ln 2 - s / 8 and of 1, so that no product takes the 8 away (one: 2.307 ms for 2.265).
     return s * tl.fma(z, tl.fma(s, -0.015625, MINUS_EIGHTH_LN_2), 0.125)
 
 

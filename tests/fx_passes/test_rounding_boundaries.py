@@ -295,6 +295,17 @@ def test_eager_all_rounds_integers_as_eager_does(dtype):
         ] == [0] * len(eager)
 
 
+def test_eager_all_rounds_sizes_of_dynamic_shapes_as_eager_does():
+    def fn(x):
+        return x + (x.shape[0] + 220), x * x.shape[0], x / (x.shape[0] + 3), x.shape[0] - x
+
+    dynamic = torch.compile(fn, backend="ple_gdn", fullgraph=True, dynamic=True, options={"rounding": "eager_all"})
+    for length in (37, 51, 300, 303):
+        x = torch.linspace(-300, 300, length).bfloat16()
+        assert fractions(dynamic(x), fn(x)) == [0] * 4
+    assert not ple_gdn.last_report().failures
+
+
 def test_eager_all_keeps_nan_and_signs_of_a_product_with_zero():
     x = torch.tensor([float("nan"), float("inf"), -1.0, -0.0, 2.0]).bfloat16()
     for zero in (0, 0.0, False):
